@@ -27,9 +27,9 @@ from benchmarks.testbed.__main__ import counts_of, parser, variant_of
 from benchmarks.testbed.stack_inputs import StackSize
 from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDescription, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import simulate
+from megatron_fssdp.strategies.ep.ep_settings import EpSettings
 
 CONTROL_SUFFIX = " again"  # the testbed's second run of a variant, which has no simulation of its own
 FREE = LinkDescription(alpha_s=0.0, bandwidth_bytes_per_s=1e15)

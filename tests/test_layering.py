@@ -23,7 +23,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "config": (set(), {"pydantic", "pydantic_core", "yaml", "megatron"}),
     "files": ({"config"}, {"pydantic"}),
     "planning": ({"config"}, {"numpy", "cython"}),
-    "strategies": ({"planning", "config"}, {"numpy"}),
+    "strategies": ({"planning", "config"}, {"numpy", "pydantic"}),
     "simulation": ({"strategies", "planning", "config"}, {"numpy"}),
     "collectives": ({"planning"}, {"torch"}),
     # Megatron's dispatchers with other exchanges: they know slots, and nothing of placements or plans.
@@ -76,7 +76,13 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "transfer": {"", "placement"},
         "dispatch": {"", "placement"},
         "cost": {"", "placement", "transfer", "dispatch"},
-        "papers": {"", "placement", "transfer", "dispatch", "cost"},
+    },
+    # One folder for each strategy; those on the right are built on others.
+    "strategies": {
+        "": set(),
+        **{name: {""} for name in ("none", "ep", "fssdp", "prophet", "fastermoe", "quota")},
+        **{name: {""} for name in ("flexmoe", "parm")},
+        **{name: {"", "ep"} for name in ("smartmoe", "auto")},
     },
     "simulation": {"": {"systems"}, "systems": set()},
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}},

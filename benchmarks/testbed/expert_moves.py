@@ -6,16 +6,17 @@ Shape letters: L layers, D devices, E experts, N slots, C elements of a piece.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import torch
 
 from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
 from megatron_fssdp.planning.placement.owner_map import OwnerMap, ResidentMap, SlotMove
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.strategies.decisions import StageLoads, moved_before
 
 MOMENTS = 2
 
@@ -84,17 +85,18 @@ class ExpertMoves:
         Returns:
             Parameters of all experts on this device, for each layer.
         """
-        if self._strategy.moves_owners and self._strategy.reshards_at(iteration):
-            self._reshard()
-        if self._strategy.resident_slots and self._strategy.replicates_at(iteration):
-            self._replicate(self._strategy)
-        return [layer.experts.all_parameters for layer in self._runtime.layers]  # type: ignore[dict-item]
-
-    def _reshard(self) -> None:
         layers = self._runtime.layers
-        load_LE = np.stack([layer.history.mean_E() for layer in layers])
-        contexts = [replace(layer.context, num_since_jump=layer.history.num_since_jump) for layer in layers]
-        new = self._strategy.reshard(contexts, load_LE, self._owners)
+        contexts, histories = [layer.context for layer in layers], [layer.history for layer in layers]
+        loads = partial(StageLoads.of, contexts, histories)
+        moved = moved_before(self._strategy, iteration, loads, self._owners)
+        if isinstance(moved, OwnerMap):
+            self._reshard(moved)
+        elif moved is not None:
+            self._replicate(moved)
+        return [layer.experts.all_parameters for layer in layers]  # type: ignore[dict-item]
+
+    def _reshard(self, new: OwnerMap) -> None:
+        layers = self._runtime.layers
         self._exchange(self._owners.moves_to(new))
         self._owners = new
         for index, layer in enumerate(layers):
@@ -102,9 +104,8 @@ class ExpertMoves:
             tensors = {expert: self._slots[slot] for expert, slot in owned.items()}
             layer.own(new.device_LE[index], tensors, self._layout)
 
-    def _replicate(self, strategy: Strategy) -> None:
+    def _replicate(self, placements: Sequence[ExpertPlacement]) -> None:
         layers = self._runtime.layers
-        placements = [strategy.replicate(layer.context, layer.history.mean_DE()) for layer in layers]
         new = self._resident_map.holding(placements)
         self._exchange(self._resident_map.copies_to(new, self._owners), are_copies=True)
         self._resident_map = new

@@ -113,6 +113,7 @@ class SlotStack(LayerStack):
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
         from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
+        from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
         from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher
 
         kind: type = MoEAlltoAllTokenDispatcher
@@ -122,9 +123,13 @@ class SlotStack(LayerStack):
             options["ring"] = self.runtime.strategy.ring(self.groups.device, self.groups.topology)
         elif one.plan.deduplicated:
             kind, options["topology"] = DeduplicatedTokenDispatcher, self.groups.topology
+        elif one.splits is not None:
+            kind = KnownSplitsDispatcher
         key = kind.__name__, one.slots.slots_per_device
         if key not in self._dispatchers:
             self._dispatchers[key] = self._dispatcher(kind, key[1], **options)
+        if kind is KnownSplitsDispatcher:
+            self._dispatchers[key].splits = one.splits
         return self._dispatchers[key]
 
     def _replica_bytes(self) -> int:

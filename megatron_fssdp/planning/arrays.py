@@ -31,3 +31,8 @@ def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) ->
             f"counts_DE[{source}, {expert}] is {counts[source, expert]}: wanted 0 or more tokens"
         )
     return counts.astype(np.int64)
+
+
+def doubling(most: int) -> list[int]:
+    """The numbers 1, 2, 4, ... that are below ``most``, then ``most``. The list is empty for 0."""
+    return [*(1 << i for i in range(max(most - 1, 0).bit_length())), most] if most else []

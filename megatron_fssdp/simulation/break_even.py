@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, FittedLink, LinkDescription
-from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan
 from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.simulation.workloads import scaled_loads
+from megatron_fssdp.strategies.ep.ep_settings import EpSettings
 
 LEAST_GAIN = 0.01
 """A strategy pays if it is faster than plain expert parallelism by more than this share."""

@@ -16,7 +16,8 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.auto import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.decisions import StageLoads, moved_before
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, Strategy
@@ -112,22 +113,14 @@ def replay_strategy(
             if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
                 strategy.select(numbers, strategy.price(contexts, histories), None)
         before = [context.placement for context in contexts]
-        if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
-            since_jump = [
-                replace(context, num_since_jump=history.num_since_jump)
-                for context, history in zip(contexts, histories, strict=True)
-            ]
-            load_LE = np.stack([history.mean_E() for history in histories])
-            owners = strategy.reshard(since_jump, load_LE, owners)
-            contexts = [
-                replace(context, owner_E=owner_E)
-                for context, owner_E in zip(contexts, owners.device_LE, strict=True)
-            ]
-        if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
-            contexts = [
-                replace(context, resident=strategy.replicate(context, history.mean_DE()))
-                for context, history in zip(contexts, histories, strict=True)
-            ]
+        moved = moved_before(strategy, iteration, partial(StageLoads.of, contexts, histories), owners)
+        if isinstance(moved, OwnerMap):
+            owners = moved
+            after = zip(contexts, owners.device_LE, strict=True)
+            contexts = [replace(context, owner_E=owner_E) for context, owner_E in after]
+        elif moved is not None:
+            after = zip(contexts, moved, strict=True)
+            contexts = [replace(context, resident=placement) for context, placement in after]
         moves = [
             (placement.owner_E, *np.nonzero(context.placement.present_ED & ~placement.present_ED))
             for placement, context in zip(before, contexts, strict=True)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.shipped_settings import SlotKeys
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED
 from megatron_fssdp.config.strategy.strategy_settings import (
     PlacementSettings,
+    SlotKeys,
     TokenTravel,
     profile_iterations,
 )

@@ -230,7 +230,7 @@ def flags(strategy: str, **more: object) -> str:
 
 def share_exactly() -> None:
     """Let ``fssdp`` share tokens out by exact counts, which price would hardly ever choose on CPU ranks."""
-    from megatron_fssdp.strategies.fssdp import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
     def exact(before_gate: Any, *given: Any) -> Any:
         return replace(before_gate(*given), dispatch_policy="exact")

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning import compiled_form, quotas, search
 from megatron_fssdp.planning.compiled_form import kernel_form, kernels
-from megatron_fssdp.planning.papers import prophet_planner
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
 from megatron_fssdp.strategies import layer_plan
+from megatron_fssdp.strategies.prophet import prophet_planner
 from tests.drawn_examples import examples
 from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
 from tests.support.python_process import python_output

@@ -14,7 +14,7 @@ TRAINING_PRELOAD = (
     "megatron.core.tokenizers.text",
     "megatron_fssdp.megatron_adapter.entry.launcher",
     "megatron_fssdp.megatron_adapter.entry.registration",
-    "megatron_fssdp.strategies.fssdp",
+    "megatron_fssdp.strategies.fssdp.fssdp_strategy",
     "tests.support.training_preload:keep_option_texts",
 )
 

@@ -10,7 +10,6 @@ from megatron_fssdp.config.cluster_description import ClusterDescription, load_c
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, validate
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.config.strategy.shipped_settings import EpSettings
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.loads import RecordedLoads
@@ -27,6 +26,7 @@ from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import checked_strategy, force_balanced, simulate
 from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 from megatron_fssdp.simulation.workloads import WORKLOADS
+from megatron_fssdp.strategies.ep.ep_settings import EpSettings
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 _SAMPLE_ITERATIONS = 6

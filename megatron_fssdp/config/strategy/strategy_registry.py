@@ -6,16 +6,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, create_model
-
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_name, validate
-from megatron_fssdp.config.strategy import shipped_settings as shipped
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 
 logger = logging.getLogger(__name__)
@@ -26,6 +23,9 @@ SHIPPED = "megatron-fssdp"
 
 BASELINE = "ep"
 """Plain expert parallelism, which the others are compared with and which ``auto`` starts from."""
+
+# Where `auto` finds candidates equal it takes the first one, so what moves least comes first.
+_FOLDERS = "none", "ep", "fssdp", "prophet", "fastermoe", "quota", "smartmoe", "flexmoe", "parm", "auto"
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -47,18 +47,22 @@ class RegisteredStrategy:
 class StrategyRegistry(Mapping[str, RegisteredStrategy]):
     """Strategies by name; installed packages are loaded when first needed."""
 
-    def __init__(self, entries: Iterable[RegisteredStrategy], group: str = ENTRY_POINTS) -> None:
-        self._group = group
-        self._entries = {entry.name: entry for entry in entries}
+    def __init__(
+        self, shipped: Callable[[], Iterable[RegisteredStrategy]], group: str = ENTRY_POINTS
+    ) -> None:
+        self._shipped, self._group = shipped, group
+        self._entries: dict[str, RegisteredStrategy] = {}
         self._broken: dict[str, str] = {}
         self._is_loaded = False
         self._loading: str | None = None
 
     def __getitem__(self, name: str) -> RegisteredStrategy:
         entry = self._with_installed()[name]
-        if not issubclass(entry.settings, shipped.AutoSettings):
+        with_candidates = getattr(entry.settings, "with_candidates", None)
+        if with_candidates is None:
             return entry
-        return _automatic(entry, tuple(one for one in self._entries.values() if one.is_candidate))
+        candidates = {one.name: one for one in self._entries.values() if one.is_candidate}
+        return replace(entry, settings=with_candidates(tuple(candidates.values())))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._with_installed())
@@ -74,10 +78,10 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
 
     def add(self, entry: RegisteredStrategy) -> None:
         """Register one more strategy, or raise a ConfigurationError if it does not fit."""
-        entry = replace(entry, package=self._loading or entry.package)
+        entry, entries = replace(entry, package=self._loading or entry.package), self._with_shipped()
         problem = ""
-        if entry.name in self._entries:
-            problem = f"is registered already, by {self._entries[entry.name].package}; give it another name"
+        if entry.name in entries:
+            problem = f"is registered already, by {entries[entry.name].package}; give it another name"
         elif not _NAME.fullmatch(entry.name):
             problem = "wanted a name of a lower-case letter, then such letters, digits and underscores"
         elif not (isinstance(entry.settings, type) and issubclass(entry.settings, PlacementSettings)):
@@ -91,17 +95,23 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
             raise ConfigurationError(
                 f"register_strategy: strategy '{entry.name}' of {entry.package}: {problem}"
             )
-        self._entries[entry.name] = entry
+        entries[entry.name] = entry
+
+    def _with_shipped(self) -> dict[str, RegisteredStrategy]:
+        if not self._entries:
+            self._entries = {entry.name: entry for entry in self._shipped()}
+        return self._entries
 
     def _with_installed(self) -> dict[str, RegisteredStrategy]:
+        entries = self._with_shipped()
         if self._is_loaded:
-            return self._entries
+            return entries
         self._is_loaded = True  # first, because what is loaded may look here
         for point in sorted(entry_points(group=self._group), key=lambda one: (one.name, _package(one))):
             self._loading = _package(point)
             try:
                 point.load()()
-                if point.name not in self._entries:
+                if point.name not in entries:
                     raise ConfigurationError(f"{point.value} registered no strategy of this name")
             except Exception as error:  # whatever goes wrong in another package
                 reason = str(error) if isinstance(error, ConfigurationError) else repr(error)
@@ -114,7 +124,7 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
                     logger.warning(f"[fssdp] {text}. Other strategies are not affected")
             finally:
                 self._loading = None
-        return self._entries
+        return entries
 
 
 def register_strategy(
@@ -153,48 +163,22 @@ def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.module
 
 
-@cache
-def _automatic(entry: RegisteredStrategy, candidates: tuple[RegisteredStrategy, ...]) -> RegisteredStrategy:
-    """The entry of ``auto`` with a settings key for each candidate."""
-    also = "true: with default settings. false: not a candidate. A mapping: with these settings."
-    keys: dict[str, Any] = {
-        one.name: (bool | one.settings, Field(default=True, description=f"Candidate: {one.summary}. {also}"))
-        for one in candidates
-    }
-    base = shipped.AutoSettings
-    model = create_model(
-        base.__name__, __base__=base, __module__=base.__module__, __doc__=base.__doc__, **keys
-    )
-    model.candidate_settings = {one.name: one.settings for one in candidates}
-    return replace(entry, settings=model)
-
-
-def _shipped(
+def shipped(
     settings: type[StrategySettings], strategy: str | None, colour: str, **marks: Any
 ) -> RegisteredStrategy:
-    """A shipped strategy, whose name and summary are in the docstring of its settings."""
+    """The entry of a shipped strategy, whose name and summary are in the docstring of its settings."""
     name, summary = inspect.cleandoc(settings.__doc__ or "").removeprefix("``").rstrip(".").split("``: ", 1)
     path = None if strategy is None else f"megatron_fssdp.strategies.{strategy}"
     return RegisteredStrategy(name, settings, path, summary, colour, **marks)
 
 
-# Colours: Okabe-Ito, two of Tol's and a brown: told apart by colour-blind readers, and seen on light and dark
-# ground. Where `auto` finds candidates equal it takes the first one, so what moves least comes first.
-STRATEGIES = StrategyRegistry(
-    (
-        _shipped(shipped.NoneSettings, None, "#7F7F7F", is_ranked=False),
-        _shipped(shipped.EpSettings, "baselines:EpStrategy", "#0072B2"),
-        _shipped(shipped.FssdpSettings, "fssdp:FssdpStrategy", "#D55E00", is_candidate=True),
-        _shipped(shipped.ProphetSettings, "baselines:ProphetStrategy", "#CC79A7", is_candidate=True),
-        _shipped(shipped.FastermoeSettings, "baselines:FastermoeStrategy", "#009E73", is_candidate=True),
-        _shipped(shipped.QuotaSettings, "baselines:QuotaStrategy", "#AA4499", is_candidate=True),
-        _shipped(shipped.SmartmoeSettings, "baselines:SmartmoeStrategy", "#56B4E9", is_candidate=True),
-        _shipped(shipped.FlexmoeSettings, "baselines:FlexmoeStrategy", "#E69F00"),
-        # What is Parm's own is how tokens travel, which is the runtime's business; owners stay.
-        _shipped(shipped.ParmSettings, "baselines:EpStrategy", "#999933", is_ranked=False),
-        _shipped(shipped.AutoSettings, "auto:build_auto", "#8C564B", is_ranked=False),
-    )
-)
+def _all_shipped() -> Iterator[RegisteredStrategy]:
+    """What the folders of the shipped strategies declare. Colour-blind readers can tell the colours apart."""
+    for name in _FOLDERS:
+        yield import_module(f"megatron_fssdp.strategies.{name}").ENTRY
+
+
+STRATEGIES = StrategyRegistry(_all_shipped)
 
 
 def resolve_strategy(

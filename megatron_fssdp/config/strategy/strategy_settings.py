@@ -117,6 +117,9 @@ class PlacementSettings(StrategySettings):
                 )
 
 
+NO_SLOTS = {"slots": (0,)}
+
+
 class ExchangeKeys(PlacementSettings):
     """The key ``exchange``."""
 
@@ -139,6 +142,25 @@ class ExchangeKeys(PlacementSettings):
                     "of its own to send tokens; remove one of them"
                 )
         return self
+
+
+class SlotKeys(ExchangeKeys):
+    """Keys of strategies whose replicas live for an iteration or less."""
+
+    decided_for_all: ClassVar[tuple[str, ...]] = ("overlap",)
+
+    slots: int | None = setting(
+        None,
+        "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit into "
+        "the free memory, which is measured in the first iterations. Before, fssdp has as many as the device "
+        "owns experts, in one layer at a time.",
+        ge=0,
+    )
+    overlap: bool = setting(
+        True,
+        "Whether experts are sent at the same time as tokens. Off: before the tokens.",
+        no_effect_if=NO_SLOTS,
+    )
 
 
 class FasterMoEKeys(PlacementSettings):

@@ -21,7 +21,7 @@ from megatron_fssdp.config.strategy.strategy_settings import (
 )
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.planning.compiled_form import source_digest
-from megatron_fssdp.strategies.auto import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations

@@ -30,15 +30,16 @@ from megatron_fssdp.megatron_adapter.support.limits import keeps_flex
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.memory import held_replicas_bytes
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
-from megatron_fssdp.strategies.auto import AutoStrategy
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.selection_report import SelectionReport
-from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, mistakes_named
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.selection_report import SelectionReport
+from megatron_fssdp.strategies.decisions import StageLoads, moved_before
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
@@ -232,43 +233,27 @@ class IterationDriver:
         strategy, slots = self._session.strategy, self._session.slots
         if not slots.layers or slots.layers[0].context.num_devices == 1:
             return None
-        if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
-            with mistakes_named(strategy, "reshard"):
-                load_LE = self._mean_loads().sum(axis=1)
-                new = strategy.reshard(self._contexts_of_copies(), load_LE, slots.owners)
-            return slots.move_to(new)
-        if (
-            self._residents is None
-            or not isinstance(strategy, ResidentReplicas)
-            or not strategy.replicates_at(iteration)
-        ):
+        moved = moved_before(strategy, iteration, self._loads_of_copies, slots.owners)
+        if isinstance(moved, OwnerMap):
+            return slots.move_to(moved)
+        if moved is None or self._residents is None:
             return None
-        with mistakes_named(strategy, "replicate"):
-            asked = zip(self._contexts_of_copies(), self._mean_loads(), strict=True)
-            placements = [strategy.replicate(*one) for one in asked]
-        report = self._residents.hold(placements)
+        report = self._residents.hold(moved)
         if report is not None and reports_for_stage():
+            num_replicas = sum(placement.num_replicas for placement in moved)
             logger.info(
-                f"[fssdp] resident replicas: {sum(one.num_replicas for one in placements)} on this pipeline "
+                f"[fssdp] resident replicas: {num_replicas} on this pipeline "
                 f"stage, {report.experts_moved} of them new: {report.bytes_moved / 1e6:.1f} MB of parameters "
                 f"and optimizer states in {report.seconds:.3f} s"
             )
         return report
 
-    # Expert-parallel groups with copies of the same experts must decide alike. All their loads count, and
-    # they plan with the topology of the first one and the latest jump of any.
-
-    def _mean_loads(self) -> np.ndarray:
-        """The mean loads of an iteration over the copies, ``[L, D, E]``."""
+    def _loads_of_copies(self) -> StageLoads:
+        # Expert-parallel groups with copies of the same experts must decide alike. All their loads count, and
+        # they plan with the topology of the first one and the latest jump of any.
         copies, layers = parallel_state.get_expert_data_parallel_group(), self._session.slots.layers
         total = torch.from_numpy(np.stack([layer.history.total_DE() for layer in layers])).to(self._device)
         dist.all_reduce(total, group=copies)
-        mean_LDE: np.ndarray = total.cpu().numpy() / (max(len(layers[0].history), 1) * copies.size())
-        return mean_LDE
-
-    def _contexts_of_copies(self) -> list[LayerContext]:
-        layers = self._session.slots.layers
-        copies = parallel_state.get_expert_data_parallel_group()
         nodes = torch.tensor(layers[0].context.topology.node_of_device, device=self._device)
         dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
         topology = Topology(tuple(nodes.tolist()))
@@ -276,10 +261,11 @@ class IterationDriver:
         since_L = [layer.history.num_since_jump for layer in layers]
         settled_L = torch.tensor([num_known if n is None else n for n in since_L], device=self._device)
         dist.all_reduce(settled_L, op=dist.ReduceOp.MIN, group=copies)
-        return [
+        contexts = [
             replace(layer.context, topology=topology, num_since_jump=n if n < num_known else None)
             for layer, n in zip(layers, settled_L.tolist(), strict=True)
         ]
+        return StageLoads(contexts, total.cpu().numpy(), max(num_known, 1) * copies.size())
 
 
 def _free_bytes(replicas_bytes: int) -> int:

@@ -34,7 +34,7 @@ from megatron_fssdp.records.metrics_file import MetricsWriter
 from megatron_fssdp.records.placements import PlacementsWriter
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-from megatron_fssdp.strategies.selection_report import SelectionReport
+from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
+from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
 from megatron_fssdp.dispatchers.parm.parm_dispatcher import DividedGate, ParmDispatcher
 from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
@@ -36,6 +37,8 @@ class SlotDispatchers:
         self._layer, self._session, self._settings = layer, session, settings
         self._groups, self._pg_collection = groups, pg_collection
         self._stock = type(layer.token_dispatcher)
+        num_parts = pg_collection.expt_tp.size()
+        self._takes_splits = KnownSplitsDispatcher.serves(self._stock, layer.config, num_parts)
         self._made: dict[tuple[str, int], Any] = {}
         self._begun: Any = None
         self._whole_tokens: torch.Tensor | None = None
@@ -66,10 +69,14 @@ class SlotDispatchers:
         kind = "megatron" if self._selector is None else "parm"
         if self._groups.num_devices > 1 and (one.plan.in_steps or one.plan.deduplicated):
             kind = "smart_schedule" if one.plan.in_steps else "deduplicated"
+        elif kind == "megatron" and one.splits is not None and self._takes_splits:
+            kind = "known_splits"
         key = kind, one.slots.slots_per_device
         if key not in self._made:
             self._made[key] = self._make(*key)
-        if kind == "parm":
+        if kind == "known_splits":
+            self._made[key].splits = one.splits
+        elif kind == "parm":
             number = self._layer.slot_layer.context.layer
             self._made[key].owners_only = not self._session.strategy.may_replicate(number)
         return self._made[key]
@@ -115,6 +122,8 @@ class SlotDispatchers:
         elif kind == "smart_schedule":
             ring = self._session.strategy.ring(groups.device, groups.topology)
             dispatcher, options = SmartScheduleTokenDispatcher, {"ring": ring}
+        elif kind == "known_splits":
+            dispatcher = KnownSplitsDispatcher
         elif kind == "deduplicated":
             # Padding to the capacity adds tokens to experts that these tokens did not select.
             is_padded = layer.config.moe_pad_expert_input_to_capacity

@@ -21,7 +21,8 @@ ask. The simulator puts the pieces :func:`exchange_times` and :func:`transfer_ti
 * **Exact dispatch** adds, before the dispatch, a gather of the counts and the time to compute the shares.
 * **Experts** take as long as on the device with the most tokens, three times: forward once, backward twice.
 
-The papers' own formulas (FasterMoE Eq. 8, Pro-Prophet Eq. 1 to 8) are in ``planning/papers``, as published.
+The papers' own formulas (FasterMoE Eq. 8, Pro-Prophet Eq. 1 to 8) are in the strategies' folders, as
+published.
 """
 
 from collections.abc import Iterator

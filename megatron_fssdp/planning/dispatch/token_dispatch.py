@@ -86,6 +86,12 @@ class TokenDispatch:
         return np.asarray(self.tokens_ED.sum(axis=0))
 
     @property
+    def whole_tokens_ED(self) -> np.ndarray:
+        """:attr:`tokens_ED` in whole numbers with the same sum for each expert, int64."""
+        ends_ED = np.rint(np.cumsum(self.tokens_ED, axis=1)).astype(np.int64)
+        return np.diff(ends_ED, axis=1, prepend=0)
+
+    @property
     def whole_tokens_D(self) -> np.ndarray:
         """:attr:`device_tokens_D` in whole numbers with the same sum, int64 ``[D]``."""
         return np.diff(np.rint(np.cumsum(self.device_tokens_D)).astype(np.int64), prepend=0)

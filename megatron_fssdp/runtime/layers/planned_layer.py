@@ -14,6 +14,7 @@ from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.slot_tables import SlotTable
@@ -26,7 +27,7 @@ from megatron_fssdp.runtime.layers.shared_plans import SharedPlans, unpacked
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
 from megatron_fssdp.runtime.slots.node_slots import SlotRoom
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -247,16 +248,24 @@ class PlannedLayer:
                 plan, replicas, experts, self.bind, splits=splits, waiting=self.waiting
             )
         topology = self.context.topology
-        shares: ExactShares | ShareTable | None = None
-        if plan.dispatch_policy == "exact" and plan.placement.num_replicas:
+        shares: ExactShares | Intervals | ShareTable | None = None
+        known_splits = None
+        is_remapped = not np.array_equal(slots.expert_DU.reshape(-1), np.arange(slots.num_slots))
+        if not is_shared and counts_DE is not None and self.groups.expert_tensor_parallel is None:
+            quotas_ED = plan.dispatch(counts_DE, topology).whole_tokens_ED
+            tokens = whole_tokens(counts_DE, quotas_ED, topology, here)
+            known_splits = KnownSplits.of(tokens, slots.expert_DU[here])
+            if is_remapped:
+                shares = Intervals.of(tokens.sent_ED, slots, experts.device)
+        elif plan.dispatch_policy == "exact" and plan.placement.num_replicas:
             shares = ExactShares.of(slots, topology, here, experts.device)
-        elif not np.array_equal(slots.expert_DU.reshape(-1), np.arange(slots.expert_DU.size)):
+        elif is_remapped:
             table_JE = source_table(plan, slots, topology, here, counts_DE)
             numbers = self._on_device(ShareTable.packed(table_JE, slots), is_kept)
             shares = ShareTable(numbers, slots.num_slots, slots.num_experts)
         parameters_U = [None if expert < 0 else found[expert] for expert in expert_U]
         of = None if is_shared else counts_DE
-        made = SlotPass(plan, digest, slots, parameters_U, shares, transfers, is_shared, of)
+        made = SlotPass(plan, digest, slots, parameters_U, shares, transfers, is_shared, of, known_splits)
         if is_kept:
             self._last_made = key, made
         return made

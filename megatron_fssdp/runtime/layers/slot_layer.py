@@ -42,7 +42,7 @@ from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
 from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
-from megatron_fssdp.strategies.auto import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 

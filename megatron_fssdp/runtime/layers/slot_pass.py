@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -25,10 +26,11 @@ class SlotPass:
     slots: SlotTable  # which expert is in which slot
     parameters_U: Sequence[ExpertParameters | None]  # of each slot of this device; None for an empty slot
     # None if slots are Megatron's own local experts, so that nothing has to be remapped.
-    shares: ShareTable | ExactShares | None
+    shares: ShareTable | ExactShares | Intervals | None
     transfers: ReplicaTransfers | None  # None without replicas, or with resident ones
     is_shared: bool = True  # All passes of an iteration use it. Otherwise it belongs to one micro-batch.
     counts_DE: np.ndarray | None = None  # of this micro-batch, int64
+    splits: KnownSplits | None = None  # of this micro-batch
     is_recomputed: bool = False  # The forward pass runs in a backward pass.
     has_backward: bool = False  # A backward pass follows the last forward pass.
     is_over: bool = False  # The gradients of a micro-batch's pass are complete.

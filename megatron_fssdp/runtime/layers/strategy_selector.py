@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-from megatron_fssdp.strategies.auto import AutoStrategy
-from megatron_fssdp.strategies.selection_report import IterationSpread, SelectionReport
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.selection_report import IterationSpread, SelectionReport
 
 
 class StrategySelector:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_fssdp.config.loading import setting
-from megatron_fssdp.config.strategy.shipped_settings import FlexmoeSettings
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.papers.eplb_planner import eplb_slots
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.baselines import FlexmoeStrategy
+from megatron_fssdp.simulation.systems.eplb_planner import eplb_slots
+from megatron_fssdp.strategies.flexmoe.flexmoe_settings import FlexmoeSettings
+from megatron_fssdp.strategies.flexmoe.flexmoe_strategy import FlexmoeStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 

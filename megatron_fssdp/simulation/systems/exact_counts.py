@@ -11,9 +11,9 @@ from abc import abstractmethod
 import numpy as np
 
 from megatron_fssdp.config.loading import setting
-from megatron_fssdp.config.strategy.shipped_settings import SlotKeys
-from megatron_fssdp.planning.papers.spill_planners import equal_rows, least_loaded, quotas_in_nodes
+from megatron_fssdp.config.strategy.strategy_settings import SlotKeys
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.simulation.systems.spill_planners import equal_rows, least_loaded, quotas_in_nodes
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import ReplicasAfterGate
 

@@ -6,8 +6,7 @@ No strategy can have a name with a dash, so none of these can be trained.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_fssdp.config.strategy.shipped_settings import SlotKeys
-from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
+from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, SlotKeys
 from megatron_fssdp.simulation.systems.eplb import EplbKeys, EplbSystem
 from megatron_fssdp.simulation.systems.exact_counts import (
     LlepSystem,

@@ -7,7 +7,6 @@ import pytest
 from pydantic import Field
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.shipped_settings import EpSettings, NoneSettings
 from megatron_fssdp.config.strategy.strategy_registry import (
     STRATEGIES,
     RegisteredStrategy,
@@ -15,7 +14,9 @@ from megatron_fssdp.config.strategy.strategy_registry import (
     strategy_settings,
 )
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.strategies.baselines import EpStrategy
+from megatron_fssdp.strategies.ep.ep_settings import EpSettings
+from megatron_fssdp.strategies.ep.ep_strategy import EpStrategy
+from megatron_fssdp.strategies.none.none_settings import NoneSettings
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -43,7 +44,7 @@ ENTRY = RegisteredStrategy("made", MadeSettings, "nowhere:Nothing", "made up", "
     ],
 )
 def test_what_would_fail_later_is_refused_with_the_package(changes: dict[str, object], words: str) -> None:
-    table = StrategyRegistry([replace(ENTRY, package="theirs")], group="megatron_fssdp.no_such_group")
+    table = StrategyRegistry(lambda: [replace(ENTRY, package="theirs")], group="megatron_fssdp.no_such_group")
     with pytest.raises(ConfigurationError) as refusal:
         table.add(replace(ENTRY, package="mine", **changes))  # type: ignore[arg-type]
     assert words in str(refusal.value)

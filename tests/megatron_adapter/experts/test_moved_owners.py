@@ -127,7 +127,7 @@ def call(names: list[str]) -> None:
 def force_owners(devices: Any) -> None:
     """Re-shard to a map that does not follow loads, and in pieces that several ranks have parts of."""
     from megatron_fssdp.collectives.sparse import slot_exchange
-    from megatron_fssdp.strategies.fssdp import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
     def reshard(self: Any, contexts: Sequence[Any], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         even = np.arange(owners.device_LE.size) * owners.num_devices // owners.device_LE.size
@@ -178,7 +178,7 @@ def freeze(experts: slice) -> None:
 def split_transfers() -> None:
     """Split every transfer of weights in halves."""
     from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
-    from megatron_fssdp.strategies.fssdp import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
     def prepare_to_split(prepare: Any, self: Any, settings: Any) -> None:
         prepare(self, settings)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from megatron.core.activations import quick_gelu
 
-from megatron_fssdp.config.strategy.shipped_settings import EpSettings, FssdpSettings
 from megatron_fssdp.config.strategy.strategy_registry import register_strategy
-from megatron_fssdp.strategies.fssdp import FssdpStrategy
+from megatron_fssdp.strategies.ep.ep_settings import EpSettings
+from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..fused_dispatch import install_fused_dispatch

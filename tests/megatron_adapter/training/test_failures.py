@@ -82,7 +82,7 @@ def spoil_gradients() -> None:
 
 def plan_alone() -> None:
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
-    from megatron_fssdp.strategies.fssdp import FssdpStrategy
+    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
     from tests.support.random_placement import plain_transfer
 
     def other_plan(before_gate: Any, self: Any, context: Any, history: Any) -> Any:

@@ -43,6 +43,24 @@ def remap_by_table(
     return route_to(table_EJ.gather(1, place_ET), routing_map, probs, num_slots)
 
 
+def remap_by_intervals(
+    routing_map: torch.Tensor,
+    probs: torch.Tensor,
+    expert_W: torch.Tensor,
+    begin_W: torch.Tensor,
+    end_W: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Route to each slot the tokens of its expert after number ``begin_W`` until ``end_W``, int64.
+
+    Empty slots have the expert -1 and an empty interval. Otherwise as :func:`remap_by_table`.
+    """
+    expert_W = expert_W.clamp(min=0)
+    number_WT = number_tokens_ET(routing_map).clamp_(min=1).index_select(0, expert_W)
+    is_here = ((number_WT > begin_W[:, None]) & (number_WT <= end_W[:, None])).t()
+    slot_map = routing_map.index_select(1, expert_W).logical_and_(is_here)
+    return slot_map, torch.where(is_here, probs.index_select(1, expert_W), 0)
+
+
 def number_tokens_ET(routing_map: torch.Tensor) -> torch.Tensor:
     """Number each expert's tokens, from 1; other tokens repeat the number before them. int64 ``[E, T]``."""
     return routing_map.t().contiguous().cumsum(1)

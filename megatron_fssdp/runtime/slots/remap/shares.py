@@ -1,8 +1,9 @@
-"""Which holder of an expert gets which of a source's tokens: by a share table, or by exact shares.
+"""Which holder of an expert gets which of a source's tokens: by a share table, exact shares, or intervals.
 
 On CUDA, Triton computes the remap. It comes with torch's CUDA wheels. Without it, and on the CPU, torch does.
 
-Shape letters: T tokens, E experts, D devices, J rows of a share table, W slots of all devices.
+Shape letters: T tokens, E experts, D devices, J rows of a share table, W slots of all devices, P pairs of
+expert and device.
 """
 
 import logging
@@ -19,11 +20,17 @@ from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.remap.exact_shares import Holders, exact_ends_ED, remap_exactly
-from megatron_fssdp.runtime.slots.remap.reference import by_number, remap_by_table, sent_to
+from megatron_fssdp.runtime.slots.remap.reference import (
+    by_number,
+    remap_by_intervals,
+    remap_by_table,
+    sent_to,
+)
 
 logger = logging.getLogger(__name__)
 
 _RUNS = 5  # the first one is slow
+_LAST_END = 2**31 - 1
 
 Gather = Callable[[Tensor], Tensor]
 """Brings together the counts of a source's tokens by expert, ``[E]``, of all devices: ``[D, E]``."""
@@ -108,6 +115,40 @@ class ExactShares:
         from megatron_fssdp.runtime.slots.remap.interval_kernel import intervals_W2
 
         return intervals_W2(counts_DE, self.source, *self.lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """Which of its expert's tokens each slot gets from this source, where the host knows the counts.
+
+    ``numbers``, int64 ``[3, W]``: the expert of each slot, after how many tokens its interval begins, and its
+    last token. The last slot of an expert also gets what was not counted, as with exact shares.
+    """
+
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, sent_ED: np.ndarray, slots: SlotTable, device: torch.device) -> "Intervals":
+        """The intervals for pairs by expert and receiving device, int64 ``[E, D]``, as many as are routed."""
+        end_ED = np.cumsum(sent_ED, axis=1)
+        expert_P, device_P = np.nonzero(slots.slot_ED >= 0)
+        slot_P = slots.slot_ED[expert_P, device_P]
+        numbers = np.zeros((3, slots.num_slots), np.int64)
+        numbers[0] = slots.expert_DU.reshape(-1)
+        numbers[1, slot_P] = (end_ED - sent_ED)[expert_P, device_P]
+        numbers[2, slot_P] = end_ED[expert_P, device_P]
+        numbers[2, slots.slot_ED.max(axis=1)] = _LAST_END
+        return cls(sent_to(torch.from_numpy(numbers), device))
+
+    def remap(
+        self, routing_map: Tensor, probs: Tensor, gather: Gather, counts_W: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`ShareTable.remap`."""
+        expert_W, *interval_W = self.numbers
+        if (kernels := _kernels_for(routing_map.device)) is not None:
+            interval_W2 = torch.stack(interval_W, 1)
+            return kernels.remap(routing_map, probs, expert_W, lambda counts_E: interval_W2, counts_W)
+        return _counted(remap_by_intervals(routing_map, probs, expert_W, *interval_W), counts_W)
 
 
 def seconds_of_shares(num_experts: int, topology: Topology, device: torch.device | None = None) -> float:

@@ -20,8 +20,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
-from megatron_fssdp.strategies import fssdp, layer_planning
-from megatron_fssdp.strategies.fssdp import FssdpStrategy
+from megatron_fssdp.strategies import layer_planning
+from megatron_fssdp.strategies.fssdp import fssdp_strategy
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
 from ...grouped_linear import grouped_experts
 from ...training_run import BATCH16, DISTRIBUTED, add_to_logits, assert_equal, slow, wrap
@@ -192,7 +193,7 @@ def one_copy_jumps() -> None:
     replaced: Any = FssdpStrategy
     replaced._seconds = lambda self, context, owner_E, load_E: float(len(set(owner_E[:2])) == 1)
     replaced.overlap_degree = lambda self, context: 0
-    moved: Any = fssdp
+    moved: Any = fssdp_strategy
     moved.exchange_s = lambda old_E, new_E, *others: 5.0 * bool((old_E != new_E).any())
 
 

@@ -12,7 +12,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.slots.remap import shares
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import random_counts_DE
 from tests.support.python_process import python_output
@@ -78,9 +78,11 @@ def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is
         numbers = ShareTable.packed(even_table(slots, placement, topology, source), slots)
         return ShareTable(numbers.to(DEVICE), slots.num_slots, placement.num_experts)
 
+    sent_ED = placement.present_ED * rng.integers(0, 30, placement.present_ED.shape)
+    known = Intervals.of(sent_ED, slots, DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interval_kernel, "_ELEMENTS", elements)
-        for make in (table, lambda: ExactShares.of(slots, topology, source, DEVICE)):
+        for make in (table, lambda: known, lambda: ExactShares.of(slots, topology, source, DEVICE)):
             for in_torch, in_triton in both(make, *here):
                 assert in_torch.dtype == in_triton.dtype
                 assert torch.equal(in_torch, in_triton)

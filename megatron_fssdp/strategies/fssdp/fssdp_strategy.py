@@ -1,0 +1,331 @@
+"""FSSDP: replicates the experts that had the highest loads in the last iterations (Hecate §4).
+
+Shape letters: D devices, E experts, L MoE layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.owner_moves import ReshardClock, paying_owners
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
+from megatron_fssdp.strategies.fssdp.exact_plans import corrected, of_micro_batch
+from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings, PlanSource
+from megatron_fssdp.strategies.fssdp.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.strategies.fssdp.plan_source import MOST_PRICED, SourceChoice
+from megatron_fssdp.strategies.fssdp.sparse_materialization import (
+    calibration_candidates,
+    sparse_materialization,
+)
+from megatron_fssdp.strategies.layer_plan import (
+    LayerContext,
+    LayerPlan,
+    early_share,
+    exchange_s,
+    fastest,
+    plan_price,
+)
+from megatron_fssdp.strategies.strategy import MeasuredReplicas, MovesOwners
+
+WINDOW = 5
+"""Length of the sliding window of loads, in iterations (Hecate §4.2, w)."""
+
+RENEWAL = 16
+"""Iterations after which a layer's replicas are searched again in any case.
+
+Slow changes of the loads can make a much better placement possible without making the present one worse.
+"""
+
+
+class _Kept(NamedTuple):
+    """A layer's last placement, used last after ``number`` iterations, and what its search promised.
+
+    Its replicas have the given life. ``planned_s`` and ``plain_s`` are the layer's modelled seconds with and
+    without them.
+    """
+
+    placement: ExpertPlacement
+    life: ReplicaLife
+    number: int
+    planned_s: float
+    plain_s: float
+    profile: LayerProfile
+
+
+class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings]):
+    """``fssdp``: makes a new placement in each iteration, from the mean of the last :data:`WINDOW` loads."""
+
+    window = WINDOW
+    shares_plans = True
+
+    def __init__(self, settings: FssdpSettings) -> None:
+        super().__init__(settings)
+        self._is_hecate = settings.planner == "hecate"
+        self._kept: dict[int, _Kept] = {}
+        self._policies: dict[int, tuple[ExpertPlacement, DispatchPolicy]] = {}
+        self._sources: dict[int, SourceChoice] = {}
+        self._clock = ReshardClock(WINDOW, settings.reshard_interval)
+        self._goes_by_seconds = settings.overlap_degree is None and not self._is_hecate
+        """Whether modelled seconds decide about replicas and owners once costs are measured."""
+        is_limited = settings.slots is not None and settings.overlap_degree is not None
+        if is_limited and not self._is_hecate and not self.travel.compares_prices:
+            self.profile_iterations = 0
+        if settings.rematerialize:
+            self.replica_life = ReplicaLife.LAYER_PASS
+        elif settings.planned_from == "each":
+            self.replica_life = ReplicaLife.MICRO_BATCH
+        self.splits = self._goes_by_seconds and settings.overlap
+        self.moves_owners = settings.reshard_interval > 0
+
+    def overlap_degree(self, context: LayerContext) -> int:
+        """Largest number of experts of the layer that may have replicas (Hecate, Alg. 1, t)."""
+        degree = self.settings.overlap_degree
+        if degree is None and context.profile is not None:
+            degree = context.profile.overlap_degree(context.topology)
+        return context.num_experts if degree is None else min(degree, context.num_experts)
+
+    def slots_by_life(self, context: LayerContext) -> dict[ReplicaLife, int]:
+        """Most replicas of a layer on a device that stay for an iteration, and most for each pass (ours).
+
+        Without any key that says it, both are measured, and every layer has the life that costs less. The
+        iterations that were measured ran with replicas for a pass, so as many fit at least.
+        """
+        settings, profile, given = self.settings, context.profile, super().slots(context)
+        is_told = settings.slots is not None or settings.rematerialize is not None
+        if profile is None or profile.mixed_capacity is None or is_told or not self._goes_by_seconds:
+            return {self.replica_life: given}
+        kept, in_pass, _ = profile.mixed_capacity
+        if not kept:
+            in_pass = max(in_pass, super().slots(replace(context, profile=None)))
+        if in_pass <= kept:
+            return {self.replica_life: given}
+        return {ReplicaLife.ITERATION: kept, ReplicaLife.LAYER_PASS: in_pass}
+
+    def slots(self, context: LayerContext) -> int:
+        """Most replicas of a layer on a device: given or measured; before that, as many as it owns."""
+        return max(self.slots_by_life(context).values())
+
+    def limits(self, context: LayerContext) -> str:
+        """The overlap degree and the slots, with their origin, as a text for the log."""
+        how = "given" if self.settings.overlap_degree is not None else "measured"
+        if self._goes_by_seconds:
+            how += "; experts are replicated by seconds"
+        return f"overlap degree t = {self.overlap_degree(context)} ({how}), {super().limits(context)}"
+
+    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """Select replicas for the predicted loads, by Hecate's Alg. 1 or by our search within its limits.
+
+        If costs are measured and ``overlap_degree`` is not set, our search minimizes modelled seconds;
+        otherwise the highest device load. Without a load history, every expert stays with its owner at first.
+        """
+        if not (self._goes_by_seconds and context.profile is not None):
+            # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the mean of the window.
+            load_DE = history.mean_DE() if self._is_hecate else history.forecast_DE()
+            plan = self._plan_of(self._limited(context, load_DE), context)
+            is_possible = self._is_unmeasured(context) or bool(self.settings.slots)
+            is_first = history.is_empty and is_possible and not (self._is_hecate or context.shares_evenly)
+            return replace(plan, corrects=is_first)
+        plan, source = self._by_past(context, history), self.settings.planned_from
+        if source == "by_price" and not context.shares_evenly:
+            choice = self._sources.setdefault(context.layer, SourceChoice())
+            source = choice.of(context, history, plan, partial(self._slots_of, context, plan))
+            source = "first" if history.is_empty else source
+        if source == "each":
+            return replace(context.owners_only, each_micro_batch=True, gather_ahead=self.settings.overlap)
+        return replace(plan, corrects=True) if source == "first" else plan
+
+    def _by_past(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+        """The plan with the fewest modelled seconds under the predicted loads; costs are measured."""
+        found = self._found(context, history.forecast_DE(), history.num_seen)
+        in_pass = found.life is ReplicaLife.LAYER_PASS
+        plan = self.plan_of(found.placement, context, rematerialize=in_pass)
+        if plan.placement.num_replicas:
+            plan = replace(plan, dispatch_policy=self._policy(plan, context, history))
+            if self.splits and not in_pass:
+                early = early_share(plan.transfer, float(history.mean_E().sum()), context)
+                plan = replace(plan, early=early)
+        return plan
+
+    def asks_after_gate(self, layer: int) -> bool:
+        """Whether all plans are calibrated (planner ``hecate``) or corrected."""
+        return self._is_hecate or self.settings.planned_from == "first"
+
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """Plan by the exact counts (ours), or calibrate the plan (Hecate §4.2).
+
+        The first iteration of a run is planned whatever the price says: with all of the imbalance, the most
+        loaded device needs the most memory. Candidates of a calibration are priced as if all micro-batches
+        had these counts, and pay for the gather of their additions.
+        """
+        times = num_micro_batches
+        if plan.each_micro_batch:
+            return of_micro_batch(plan, counts_DE, context, slots=self._slots_of(context, plan, "each"))
+        if not self._is_hecate:
+            if not (self._goes_by_seconds and context.profile is not None):
+                return self._plan_of(self._limited(context, counts_DE), context)
+            slots = self._slots_of(context, plan, "first")
+            return corrected(plan, counts_DE, context, slots=slots, times=times)
+        if context.profile is None:
+            return plan
+        found = calibration_candidates(plan.placement, counts_DE, context.topology, **self._limits(context))
+        plans = [plan, *(self._plan_of(placement, context) for placement in found)]
+        return fastest(plans, times * counts_DE, context, times, planned=plan)
+
+    def _slots_of(self, context: LayerContext, plan: LayerPlan, source: PlanSource) -> int:
+        """Most replicas on a device in a plan from exact counts, in place of ``plan``; 0 if impossible."""
+        if source != "each":
+            return self.slots_by_life(context).get(plan.life, self.slots(context))
+        if context.delays_gradients or self.settings.rematerialize:
+            return 0
+        mixed, given = context.costs.mixed_capacity, self.settings.slots
+        return self.slots(context) if given is not None or mixed is None else mixed[2]
+
+    def _limits(self, context: LayerContext) -> dict[str, int]:
+        return {"overlap_degree": self.overlap_degree(context), "slots": self.slots(context)}
+
+    def _limited(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
+        """The placement by Alg. 1 or by the lowest device load, within overlap degree and slots."""
+        owner_E, topology, limits = context.owner_E, context.topology, self._limits(context)
+        if self._is_hecate:
+            return sparse_materialization(owner_E, load_DE.sum(axis=0), topology, **limits)
+        return plan_materialization(owner_E, load_DE, topology, **limits)
+
+    def _is_unmeasured(self, context: LayerContext) -> bool:
+        return self.settings.slots is None and context.profile is None
+
+    def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
+        # Until free memory is measured, one layer at a time has replicas.
+        in_pass = self.settings.rematerialize or self.settings.planned_from == "each"
+        rematerialize = bool(in_pass) or self._is_unmeasured(context)
+        return self.plan_of(placement, context, rematerialize=rematerialize)
+
+    def _policy(self, plan: LayerPlan, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
+        """Whether the device shares tokens out evenly or by exact counts (ours), once for each placement.
+
+        Exact dispatch makes device loads even in every micro-batch, but takes another gather of counts and
+        the time to compute shares. The price underestimates that all ranks wait for each other once more, so
+        exact dispatch must save :data:`LEAST_SAVING` of the modelled seconds. What counts is the mean of
+        single micro-batches of the last iteration, because their sum hides how loads drift.
+        """
+        # Tokens that are sent once are priced as if they were divided evenly.
+        if context.shares_evenly or context.costs.sent_choices is not None or history.is_empty:
+            return "even"
+        known = self._policies.get(context.layer)
+        if known is None or known[0] is not plan.placement:
+            exact, counts = replace(plan, dispatch_policy="exact"), history.iterations_like(MOST_PRICED)
+            even_s, exact_s = (
+                sum(plan_price(way, counts_DE, context).seconds for counts_DE in counts)
+                for way in (plan, exact)
+            )
+            policy: DispatchPolicy = "exact" if exact_s < (1 - LEAST_SAVING) * even_s else "even"
+            known = self._policies[context.layer] = plan.placement, policy
+        return known[1]
+
+    def _search(self, context: LayerContext, load_DE: np.ndarray, life: ReplicaLife) -> LayerSearch:
+        """The search for replicas of a life under loads ``[D, E]``; costs are measured."""
+        return layer_search(
+            *(context.owner_E, load_DE, context.topology, context.costs),
+            life=life,
+            hides=self.settings.overlap,
+        )
+
+    def _searched(
+        self, context: LayerContext, load_DE: np.ndarray, number: int = 0, kept: _Kept | None = None
+    ) -> _Kept:
+        """What searches within the slots of each life find; ``kept`` is a seed.
+
+        Replicas of a pass travel more often than those that stay. So they are tried only where those that may
+        stay are too few.
+        """
+        best = None
+        for life, slots in self.slots_by_life(context).items():
+            search, start = self._search(context, load_DE, life), None
+            if kept is not None and kept.life is life and kept.placement.replicas_per_device_D.max() <= slots:
+                start = kept.placement
+            placement, seconds = search.best_placement(
+                slots=slots, most_replicated=context.num_experts, start=start
+            )
+            if best is None or seconds < (1 - LEAST_SAVING) * best.planned_s:
+                best = _Kept(placement, life, number, seconds, search.plain_s, context.costs)
+            if placement.replicas_per_device_D.max() < slots:
+                break
+        assert best is not None
+        return best
+
+    def _found(self, context: LayerContext, load_DE: np.ndarray, number: int) -> _Kept:
+        """The placement of the iteration before while it holds its promise, or what a search finds (ours).
+
+        If its price for the new forecast is still what its search promised, another search would hardly find
+        a better one, and takes a hundred times as long as a price. Layers take turns, so that no iteration
+        has many searches; ``number`` iterations were before this one.
+        """
+        kept = self._kept.get(context.layer)
+        if kept is not None and (
+            number - kept.number not in (0, 1) or not np.array_equal(kept.placement.owner_E, context.owner_E)
+        ):
+            kept = None
+        if kept is not None and kept.profile is context.profile and (number + context.layer) % RENEWAL:
+            search = self._search(context, load_DE, kept.life)
+            seconds = search.seconds(kept.placement)
+            # Loads that cost less lower the promise in proportion.
+            promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
+            if seconds - promised_s <= LEAST_SAVING * seconds:
+                found = self._kept[context.layer] = kept._replace(number=number)
+                return found
+        found = self._kept[context.layer] = self._searched(context, load_DE, number, kept)
+        return found
+
+    def reshards_at(self, iteration: int) -> bool:
+        """Whether owners are reconsidered now: by the clock if seconds decide, otherwise at the interval."""
+        if self._goes_by_seconds:
+            return self._clock.is_due(iteration)
+        return iteration > 0 and iteration % self.settings.reshard_interval == 0
+
+    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        """New owners from the recent loads of all layers together (Hecate §4.3, Alg. 2).
+
+        If modelled seconds decide, owners move only as far as this saves more seconds than the move takes.
+        Where loads have just jumped, they will jump again: such savings last only as long as the loads have
+        lasted.
+        """
+        if not load_LE.any():
+            return owners
+        profile, topology = contexts[0].profile, contexts[0].topology
+        degree = min(self.overlap_degree(context) for context in contexts)
+        new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=degree)
+        if not self._goes_by_seconds:
+            return new
+        if profile is None:  # Costs will be measured soon.
+            return owners
+        lasting = self._clock.lasting_iterations
+
+        def layer_s(layer: int, owner_E: np.ndarray) -> float:
+            since_jump = contexts[layer].num_since_jump
+            share = 1.0 if since_jump is None else min(1.0, since_jump / lasting)
+            return share * self._seconds(contexts[layer], owner_E, load_LE[layer])
+
+        paying = paying_owners(
+            owners,
+            new,
+            layer_s=layer_s,
+            moving_s=lambda to: exchange_s(owners.device_LE, to.device_LE, profile, topology),
+            num_iterations=lasting,
+        )
+        self._clock.reconsidered(moved=bool(owners.moves_to(paying)))
+        return paying
+
+    def _seconds(self, context: LayerContext, owner_E: np.ndarray, load_E: np.ndarray) -> float:
+        """Modelled seconds with other owners and their replicas, if every source sends equally much."""
+        load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
+        return self._searched(replace(context, owner_E=owner_E), load_DE).planned_s

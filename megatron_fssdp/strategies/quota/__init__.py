@@ -1,0 +1,6 @@
+"""``quota``: exact quotas of tokens for each micro-batch, experts follow."""
+
+from megatron_fssdp.config.strategy.strategy_registry import shipped
+from megatron_fssdp.strategies.quota.quota_settings import QuotaSettings
+
+ENTRY = shipped(QuotaSettings, "quota.quota_strategy:QuotaStrategy", "#AA4499", is_candidate=True)

@@ -1,0 +1,71 @@
+"""SmartMoE: owners are exchanged at an interval, and nothing is replicated.
+
+Shape letters: D devices, E experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.strategies.ep.ep_strategy import EpStrategy
+from megatron_fssdp.strategies.layer_plan import (
+    LayerContext,
+    LayerPlan,
+    exchange_s,
+    plan_price,
+)
+from megatron_fssdp.strategies.smartmoe.owner_exchange import check_exchangeable, permuted_owners
+from megatron_fssdp.strategies.smartmoe.smartmoe_settings import SmartmoeSettings
+from megatron_fssdp.strategies.strategy import (
+    MovesOwners,
+)
+
+
+class SmartmoeStrategy(EpStrategy[SmartmoeSettings], MovesOwners[SmartmoeSettings]):
+    """``smartmoe``: permutes owners at an interval, without replicas (Hecate §2.3, §5.1)."""
+
+    def __init__(self, settings: SmartmoeSettings) -> None:
+        super().__init__(settings)
+        self.window, self.profile_iterations = settings.window, profile_iterations()
+
+    def check(self, context: LayerContext) -> None:
+        """Refuse layers that exchanges of owners cannot balance, by a ValueError."""
+        check_exchangeable(context.owner_E, context.num_devices)
+
+    def reshards_at(self, iteration: int) -> bool:
+        """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
+        return iteration > 0 and iteration % self.settings.reshard_interval == 0
+
+    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        """New owners for all layers; the devices own equally many experts of each layer afterwards.
+
+        Owners of a checkpoint may be uneven. All such layers become even at one time, so that no device needs
+        more slots.
+        """
+        device_LE = owners.device_LE.copy()
+        for owner_E in device_LE:
+            if np.ptp(np.bincount(owner_E, minlength=owners.num_devices)):
+                owner_E[:] = even_owners(owners.num_experts, owners.num_devices)
+        if not np.array_equal(device_LE, owners.device_LE):
+            return owners.with_owners(device_LE)
+        return super().reshard(contexts, load_LE, owners)
+
+    def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
+        """New owners of one layer, or the present ones if an exchange would not pay until the next one."""
+        old_E, profile = context.owner_E, context.profile
+        if profile is None or not load_E.any() or context.num_experts < context.num_devices:
+            # With at most one expert on a device, an exchange would only change which device has it.
+            return old_E
+        new_E = permuted_owners(old_E, load_E, context.num_devices)
+        # Every source is assumed to send an expert equally much.
+        counts_DE = np.tile(np.rint(load_E / context.num_devices).astype(np.int64), (context.num_devices, 1))
+        old_s, new_s = (
+            plan_price(LayerPlan.owners_only(of), counts_DE, of).seconds
+            for of in (context, replace(context, owner_E=new_E))
+        )
+        saved_s = self.settings.reshard_interval * (old_s - new_s)
+        return new_E if saved_s > exchange_s(old_E, new_E, profile, context.topology) else old_E

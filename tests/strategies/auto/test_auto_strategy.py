@@ -1,0 +1,250 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, strategy_settings
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.auto import auto_strategy
+from megatron_fssdp.strategies.auto.auto_strategy import BARRED_SELECTIONS, AutoStrategy, select_by_seconds
+from megatron_fssdp.strategies.auto.selection_report import IterationSpread, SeenSaving
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+from megatron_fssdp.strategies.registry import build_strategy
+
+TOPOLOGY = Topology.uniform(4, 2)
+LINK = LinkCost(0.0, 1e-9)
+PROFILE = LayerProfile(1e-3, ClusterCost(LINK, LINK, 1e9), 10_000, 1000, 1e5, 2)
+CONTEXT = LayerContext(1, even_owners(8, 4), TOPOLOGY, PROFILE)
+EVEN = np.full((4, 8), 100)
+HOT = EVEN + 600 * (np.arange(8) == 3)
+
+
+def automatic(**keys: object) -> AutoStrategy:
+    found = build_strategy("auto", STRATEGIES["auto"].settings.model_validate(keys))
+    assert isinstance(found, AutoStrategy)
+    return found
+
+
+def history_of(strategy: AutoStrategy, *counts_DE: np.ndarray) -> LoadHistory:
+    history = LoadHistory(strategy.window, 4, 8)
+    for one_DE in counts_DE:
+        history.append(one_DE)
+    return history
+
+
+def choose(strategy: AutoStrategy, *counts_DE: np.ndarray, since: IterationSpread | None = None) -> str:
+    """Strategy of layer 1 after ``auto`` reconsiders it under these loads."""
+    history = history_of(strategy, *counts_DE)
+    strategy.select([1], strategy.price([CONTEXT], [history]), since)
+    return strategy.selected(1)
+
+
+def seconds(*values: float) -> IterationSpread:
+    found = IterationSpread.of(values)
+    assert found is not None
+    return found
+
+
+def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools() -> None:
+    strategy = automatic()
+    assert choose(strategy, *[HOT] * 6) not in ("ep", "smartmoe")
+    plan = strategy.before_gate(CONTEXT, history_of(strategy, HOT))
+    plan = strategy.after_gate(CONTEXT, HOT, plan, 1)
+    assert plan.placement.num_replicas
+    assert choose(strategy, *[EVEN] * 12) == strategy.selected(1), (
+        "all strategies take equally long, so the present one stays"
+    )
+    strategy = automatic(fssdp=False, prophet=False, fastermoe=False, quota=False)
+    assert choose(strategy, *[HOT] * 6) == "ep", "one hot expert is not faster under another owner"
+
+
+def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each candidate plans from loads before an iteration, and is priced by that iteration's loads."""
+    monkeypatch.setattr(auto_strategy, "COMPARED_ITERATIONS", 2)
+    strategy = automatic()
+    loads = [EVEN, HOT, HOT + EVEN, EVEN + 50 * np.arange(8), HOT]
+    history = history_of(strategy, *loads)
+    prices = dict(zip(strategy.candidates, strategy.price([CONTEXT], [history])[0].tolist(), strict=True))
+    plain = LayerPlan.owners_only(CONTEXT)
+    assert prices["ep"] == pytest.approx(np.mean([plan_price(plain, c, CONTEXT).seconds for c in loads[-2:]]))
+    for name in ("fssdp", "prophet", "fastermoe", "quota"):
+        fixed = build_strategy(name, strategy.settings.candidates[name])
+        charged = []
+        for upto in (4, 3):
+            past = LoadHistory(fixed.window, 4, 8)
+            for counts_DE in loads[:upto]:
+                past.append(counts_DE)
+            planned = fixed.before_gate(CONTEXT, past)
+            plan = fixed.after_gate(CONTEXT, loads[upto], planned, 1)
+            charged.append(plan_price(plan, loads[upto], CONTEXT, planned=planned).seconds)
+        assert prices[name] == pytest.approx(np.mean(charged)), name
+
+
+def test_plans_equal_those_of_the_selected_strategy() -> None:
+    strategy = automatic(fssdp={"slots": 1})
+    for name in strategy.candidates:
+        strategy.resume({1: name, 2: "flexmoe"})
+        assert (strategy.selected(1), strategy.selected(2)) == (name, "ep"), (
+            "a strategy that is not a candidate is left out"
+        )
+        fixed = build_strategy(name, strategy.settings.candidates[name])
+        history = history_of(strategy, EVEN, HOT, EVEN, HOT)
+        plan = strategy.before_gate(CONTEXT, history)
+        wanted = fixed.before_gate(CONTEXT, history.excerpt(fixed.window))
+        assert plan.placement == wanted.placement
+        assert plan.each_micro_batch == wanted.each_micro_batch
+        plan, wanted = (one.after_gate(CONTEXT, HOT, p, 1) for one, p in ((strategy, plan), (fixed, wanted)))
+        assert plan.placement == wanted.placement
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_price_other_layers_make_equal_plans(seed: int) -> None:
+    """Each rank prices only some layers, and gets the seconds of the others from the other ranks."""
+    others = dict.fromkeys(("fastermoe", "prophet", "quota", "smartmoe"), False)
+    pricing, other = automatic(**others), automatic(**others)
+    rng = np.random.default_rng(seed)
+    counts = [np.rint(HOT * rng.uniform(0.8, 1.2, size=(4, 8))).astype(np.int64) for _ in range(8)]
+    seconds_LC = pricing.price([CONTEXT], [history_of(pricing, *counts[:4])])
+    for strategy in (pricing, other):
+        strategy.select([1], seconds_LC, None)
+        assert strategy.selected(1) == "fssdp"
+    for number in range(4, len(counts)):
+        history = history_of(pricing, *counts[:number])
+        one, two = (strategy.before_gate(CONTEXT, history) for strategy in (pricing, other))
+        assert one.placement == two.placement
+        assert one.dispatch_policy == two.dispatch_policy
+
+
+def test_moving_experts_counts_in_the_price() -> None:
+    """Two hot experts are on one device; moving one pays if it saves enough until the next selection."""
+    hot = EVEN + 600 * np.isin(np.arange(8), (2, 3))
+    only = {"fssdp": False, "prophet": False, "fastermoe": False, "quota": False}
+    cheap = automatic(**only, smartmoe={"reshard_interval": 1000})
+    assert choose(cheap, *[hot] * 6) == "smartmoe"
+    owners = OwnerMap.even(1, 8, 4)
+    assert cheap.reshards_at(7), "at once"
+    moved = cheap.reshard([CONTEXT], hot.sum(axis=0)[None].astype(float), owners)
+    assert owners.moves_to(moved)
+    assert not cheap.reshards_at(7)
+    assert cheap.reshards_at(1000)
+    dear = replace(CONTEXT, profile=replace(PROFILE, owned_bytes=10**9))
+    strategy = automatic(**only, smartmoe={"reshard_interval": 10**6}, choice_interval=2)
+    history = history_of(strategy, *[hot] * 6)
+    strategy.select([1], strategy.price([dear], [history]), None)
+    assert strategy.selected(1) == "ep", "the seconds of the move are divided over two iterations"
+
+
+def test_all_selected_candidates_are_asked_about_owners() -> None:
+    """A candidate may remember when it was asked, and sets of names have another order on each rank."""
+    strategy = automatic()
+    names = ["fssdp", "smartmoe"]
+    strategy.resume(dict(enumerate(names)))
+    asked = []
+    for name in names:
+        strategy.candidates[name].moves_owners = True
+        strategy.candidates[name].reshards_at = lambda _, name=name: not asked.append(name)  # type: ignore
+    assert strategy.reshards_at(7)
+    assert asked == names
+
+
+def test_a_change_that_made_iterations_slower_is_reverted() -> None:
+    strategy = automatic()
+    first = choose(strategy, *[HOT] * 6, since=seconds(1e-2, 1.1e-2, 1.2e-2, 1.3e-2))
+    assert first != "ep"
+    history = history_of(strategy, *[HOT] * 6)
+    prices = strategy.price([CONTEXT], [history])
+    slower = seconds(2e-2, 2.1e-2, 2.2e-2, 2.3e-2)
+    report = strategy.select([1], prices, slower)
+    assert report.seen is not None
+    assert report.seen.is_slower
+    assert report.seen.seen_s == pytest.approx(-1e-2)
+    assert strategy.selected(1) != first
+    assert "the change is reverted" in report.describe()[0]
+    for _ in range(BARRED_SELECTIONS - 1):
+        strategy.select([1], prices, seconds(1e-2))
+        assert strategy.selected(1) != first, "a reverted change is not repeated for a while"
+
+
+def test_a_change_that_helped_is_logged_as_such() -> None:
+    strategy = automatic()
+    choose(strategy, *[HOT] * 6, since=seconds(99.0, 99.0, 99.0, 99.0))
+    assert strategy.selected(1) == "ep", "milliseconds cannot be measured in iterations of a minute"
+    choose(strategy, *[HOT] * 6, since=seconds(2e-2, 2e-2, 2e-2, 2e-2))
+    assert strategy.selected(1) != "ep"
+    history = history_of(strategy, *[HOT] * 6)
+    report = strategy.select([1], strategy.price([CONTEXT], [history]), seconds(1.5e-2, 1.5e-2))
+    assert report.seen is None, "too few iterations to tell"
+    report = strategy.select([1], strategy.price([CONTEXT], [history]), seconds(*[1.5e-2] * 5))
+    assert report.seen is not None
+    assert not report.changes
+    lines = report.describe()
+    assert "and saved 25.0 % (5.00 ms): 20.0 ms before, 15.0 ms since" in lines[0]
+    assert lines[1].startswith("nothing changes: ")
+
+
+def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
+    strategy = automatic(choice_interval=10)
+    assert next(n for n in range(12) if strategy.selects_at(3, n)) == 5
+    choose(strategy, *[EVEN] * 6)
+    assert not strategy.selects_at(11, 9)
+    assert not strategy.selects_at(20, 0)
+    assert strategy.selects_at(20, 9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"fssdp": {"nodes": 2}}, "fssdp.nodes has no meaning for a candidate"),
+        ({"fssdp": {"reshard_interval": 5}}, "fssdp.reshard_interval has no meaning"),
+        ({"quota": {"overlap": False}}, "quota.overlap has no meaning"),
+        ({"fssdp": 3}, "wanted a valid boolean or an object"),
+        ({"slots": 3}, "has no meaning under strategy 'auto'"),
+    ],
+)
+def test_keys_that_no_candidate_has_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        strategy_settings("auto", keys, "test")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_slower"),
+    [
+        ((1.0, 1.1, 1.2, 1.3), (1.4, 1.5, 1.6, 1.7), True),
+        ((1.4, 1.5, 1.6, 1.7), (1.0, 1.1, 1.2, 1.3), False),
+        ((1.0, 1.1, 1.2, 1.3), (1.1, 1.2, 1.3, 1.4), False),  # within the spread of iterations
+        ((1.0, 1.1, 1.2, 1.3), (9.0, 1.0, 9.0, 9.0, 9.0), True),  # one fast iteration proves nothing
+    ],
+)
+def test_slower_means_slower_than_the_others_seconds(
+    before: tuple[float, ...], after: tuple[float, ...], is_slower: bool
+) -> None:
+    assert seconds(4.0, 1.0, 2.0, 3.0, 5.0) == IterationSpread(5, 2.0, 3.0, 4.0)
+    assert SeenSaving(1.0, seconds(*before), seconds(*after)).is_slower is is_slower
+
+
+@pytest.mark.parametrize(
+    ("seconds", "present", "barred", "wanted"),
+    [
+        ([10.0, 9.8, 9.9], 0, (), 0),  # 2 % counts as equal
+        ([10.0, 9.0, 8.9], 0, (), 1),  # the first of the strategies that count as equal
+        ([10.0, 9.0, 8.0], 0, (), 2),
+        ([10.0, 9.0, 8.0], 0, (2,), 1),
+        ([10.0, 9.0, 8.0], 0, (1, 2), 0),
+        ([8.1, 9.0, 8.0], 2, (), 2),  # a layer does not change back for an equal strategy
+        ([7.0, 9.0, 8.0], 2, (), 0),
+        ([10.0, np.inf, 11.0], 1, (), 0),  # the present strategy can no longer serve the layer
+        ([0.0, 0.0], 1, (), 1),
+    ],
+)
+def test_selections_equal_those_worked_out_by_hand(
+    seconds: list[float], present: int, barred: tuple[int, ...], wanted: int
+) -> None:
+    barred_LC = np.array([[index in barred for index in range(len(seconds))]])
+    chosen_L = select_by_seconds(np.array([seconds]), np.array([present]), barred_LC)
+    assert chosen_L.tolist() == [wanted]

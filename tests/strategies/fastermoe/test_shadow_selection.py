@@ -1,0 +1,104 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.strategies.fastermoe.shadow_selection import ShadowingCosts, select_shadows
+
+# A token takes a second on the network and a third of a second in each of three passes; an expert 2 s.
+COSTS = ShadowingCosts(token_bytes=1, expert_bytes=2, flops_per_token=1, flops_per_s=3, bytes_per_s=1)
+# FasterMoE's Fig. 6 in numbers: three workers, and most tokens select worker 1's expert.
+FIGURE_6 = np.array([[1, 4, 1], [1, 4, 1], [0, 5, 1]])
+
+
+def test_the_shadows_of_figure_6() -> None:
+    owners, heavy = even_owners(3, 3), ShadowingCosts(1, 100, 1, 3, 1)
+    # Worker 1 has 13 tokens; with its expert everywhere, workers have 6, 4 and 8. More gains nothing.
+    assert select_shadows(owners, FIGURE_6, COSTS, most=3) == (1,)
+    assert select_shadows(owners, FIGURE_6, heavy, most=3) == ()
+    assert select_shadows(owners, FIGURE_6, COSTS, most=0) == ()
+    # Without shadows 13 + 52 s; with expert 1 8 + 4 + 4·3 = 24 s, then 7 + 8 + 4·2 = 23 s, then 6 + 12 s.
+    assert select_shadows(owners, FIGURE_6, COSTS, most=3, remaining_exchange=True) == (1, 2, 0)
+
+
+@given(seed=st.integers(0, 10_000), expert_bytes=st.integers(1, 500))
+def test_the_first_shadow_follows_equations_9_and_10(seed: int, expert_bytes: int) -> None:
+    """With one expert a worker, it is shadowed exactly if Eq. 9 or Eq. 10 holds, in the paper's units."""
+    rng = np.random.default_rng(seed)
+    counts_DE = rng.multinomial(200, rng.dirichlet(np.full(4, 0.6)), size=4)
+    flops_per_s = float(rng.integers(1, 50))
+    # The paper's expert has 2αH² numbers and 4αH² operations a token; a token has H numbers.
+    hidden = 4.0
+    alpha = expert_bytes / (2 * hidden**2)
+    costs = ShadowingCosts(hidden, expert_bytes, 4 * alpha * hidden**2, flops_per_s, 1.0)
+    load_E = counts_DE.sum(axis=0)
+    first = int(np.argmax(load_E))
+    after_D = load_E + counts_DE[:, first]
+    after_D[first] -= load_E[first]
+    most, most_after = float(load_E.max()), float(after_D.max())
+    saved_compute_s = 3 * (most - most_after) * 4 * alpha * hidden**2 / flops_per_s
+    added_s = 2 * 2 * alpha * hidden**2 - 4 * most * hidden
+    taken = select_shadows(even_owners(4, 4), counts_DE, costs, most=1)
+    assume(not np.isclose(saved_compute_s, added_s))
+    assert (taken == (first,)) == (saved_compute_s > added_s)
+    if most > alpha * hidden and most_after <= most:
+        assert taken == (first,)  # Eq. 9: tokens take longer to send than the model
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    per_device=st.integers(1, 3),
+    expert_bytes=st.integers(1, 2000),
+    complete=st.booleans(),
+)
+def test_the_search_stops_where_the_latency_no_longer_falls(
+    seed: int, per_device: int, expert_bytes: int, complete: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    num_experts = 4 * per_device
+    owners = even_owners(num_experts, 4)
+    counts_DE = rng.poisson(rng.gamma(0.4, 40, num_experts), (4, num_experts))
+    costs = ShadowingCosts(2.0, expert_bytes, 3.0, 5.0, 7.0)
+    taken = select_shadows(owners, counts_DE, costs, most=num_experts, remaining_exchange=complete)
+    order = np.argsort(-counts_DE.sum(axis=0), kind="stable").tolist()
+    assert list(taken) == order[: len(taken)]
+
+    def latency_s(number: int) -> float:
+        tokens_D, received_D = np.zeros(4), np.zeros(4)
+        for expert in range(num_experts):
+            if expert in order[:number]:
+                tokens_D += counts_DE[:, expert]
+            else:
+                tokens_D[owners[expert]] += counts_DE[:, expert].sum()
+                received_D[owners[expert]] += counts_DE[:, expert].sum()
+        most = tokens_D.max()
+        exchanged = received_D.max() if complete or not number else 0
+        return costs.latency_s(most, number, exchanged)
+
+    seconds = [latency_s(number) for number in range(num_experts + 1)]
+    assert all(later < earlier for earlier, later in pairwise(seconds[: len(taken) + 1]))
+    if len(taken) < num_experts:
+        assert seconds[len(taken) + 1] >= seconds[len(taken)]
+
+
+def test_the_authors_formula_divides_transfers_by_the_devices_and_counts_compute_four_times() -> None:
+    """``policy_fn`` of the authors' plotting/fig11.py, written out with its own constants."""
+    hidden, alpha, devices, tokens, shadows = 1024, 2, 16, 900.0, 3
+    flops_per_s, bytes_per_s, data_size = 11.5e12, 50e9 / 8, 4
+    costs = ShadowingCosts(
+        token_bytes=hidden * data_size,
+        expert_bytes=2 * alpha * hidden**2 * data_size,
+        flops_per_token=4 * alpha * hidden**2,
+        flops_per_s=flops_per_s,
+        bytes_per_s=bytes_per_s,
+    ).of_the_authors(devices)
+    sized = alpha * hidden**2 * data_size
+    without = 3 * 4 * tokens * sized / flops_per_s + 4 * tokens * hidden * data_size / bytes_per_s
+    model_s = 2 * sized / bytes_per_s * 2 / devices
+    assert costs.latency_s(tokens, 0, tokens) == pytest.approx(without)
+    assert costs.latency_s(tokens, shadows, 0) == pytest.approx(
+        tokens * 12 * sized / flops_per_s + shadows * model_s
+    )

@@ -1,0 +1,102 @@
+"""``fssdp`` plans from whatever counts would have been faster lately, and every rank follows."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
+from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_planning import plan_before_gate
+
+from .test_exact_plans import SLOW
+from .test_fssdp_strategy import DEVICES, EXPERTS, hot_counts_DE
+
+QUICK_LINKS = dataclasses.replace(
+    SLOW,
+    profile=dataclasses.replace(SLOW.costs, expert_bytes=400_000, flops_per_token=4e8),
+)
+"""Experts whose weights travel quickly, so that gathers that nothing hides pay."""
+
+
+def plans_of(
+    iterations: Iterable[Sequence[np.ndarray]], context: LayerContext = QUICK_LINKS, **settings: object
+) -> list[LayerPlan]:
+    """The plan before the gate of each iteration, each a list of micro-batches ``[D, E]``."""
+    strategy = FssdpStrategy(FssdpSettings(slots=2, **settings))  # type: ignore[arg-type]
+    history, plans = LoadHistory(strategy.window, DEVICES, EXPERTS), []
+    for micro_batches in iterations:
+        plans.append(plan_before_gate(strategy, context, history))
+        history.append(sum(micro_batches), [partial(np.copy, one) for one in micro_batches])  # type: ignore[arg-type]
+    return plans
+
+
+def test_loads_that_stay_are_planned_from_the_past() -> None:
+    plans = plans_of([[hot_counts_DE(3)] * 4] * 8)
+    assert plans[0].corrects, "nothing is known yet"
+    assert not any(plan.corrects or plan.each_micro_batch for plan in plans[1:])
+    assert plans[-1].placement.num_replicas
+
+
+def test_loads_that_jump_between_iterations_are_corrected() -> None:
+    hot = [0, 0, 6, 6, 12, 12, 3, 3, 9, 9]
+    plans = plans_of([[hot_counts_DE(expert)] * 4 for expert in hot])
+    assert all(plan.corrects for plan in plans[-3:])
+    assert plans[-1].placement.num_replicas, "what the past plans is gathered beside attention"
+    calm = plans_of([[hot_counts_DE(expert)] * 4 for expert in [*hot, *[1] * 8]])
+    assert not calm[-1].corrects
+
+
+def test_loads_that_jump_between_micro_batches_are_planned_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    iterations = [[hot_counts_DE(expert) for expert in rng.permutation(EXPERTS)[:4]] for _ in range(8)]
+    plans = plans_of(iterations)
+    assert all(plan.each_micro_batch and not plan.placement.num_replicas for plan in plans[-3:])
+    assert plans[-1].life is ReplicaLife.MICRO_BATCH
+    for reason in ("delays_gradients", "shares_evenly"):
+        context = dataclasses.replace(QUICK_LINKS, **{reason: True})
+        others = plans_of(iterations, context)
+        assert not any(plan.each_micro_batch for plan in others)
+        assert any(plan.corrects for plan in others) == (reason == "delays_gradients")
+    assert not any(plan.each_micro_batch for plan in plans_of(iterations, rematerialize=True))
+
+
+@pytest.mark.parametrize("source", ["past", "first", "each"])
+def test_a_given_source_binds(source: str) -> None:
+    plans = plans_of([[hot_counts_DE(3)] * 4] * 3, planned_from=source)
+    assert [plan.corrects for plan in plans] == [source == "first"] * 3
+    assert [plan.each_micro_batch for plan in plans] == [source == "each"] * 3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["planner=hecate", "planned_from=first"],
+        ["overlap_degree=2", "planned_from=past"],
+        ["rematerialize=true", "planned_from=each"],
+    ],
+)
+def test_a_source_without_effect_is_refused(overrides: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="planned_from"):
+        resolve_strategy("fssdp", overrides=overrides)
+
+
+def test_large_layers_are_compared_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host compares while the device waits."""
+    compared: list[int] = []
+    module = "megatron_fssdp.strategies.fssdp.plan_source"
+    monkeypatch.setattr(f"{module}.corrected", lambda plan, *args, **limits: compared.append(1) or plan)
+    jumping = [[hot_counts_DE(expert)] * 4 for expert in [0, 6] * 20]
+    plans_of(jumping)
+    often = len(compared)
+    compared.clear()
+    monkeypatch.setattr(f"{module}.search_s", lambda context: 10.0)
+    plans_of(jumping)
+    assert 0 < len(compared) < often / 2
