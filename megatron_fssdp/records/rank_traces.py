@@ -6,6 +6,7 @@ Router traces (``--moe-routing-trace-path``) have the experts of every token of 
 No line says to which pipeline stage its rank belongs, and each stage numbers its layers from 0. In Megatron's
 default order of ranks, those of a stage follow each other, and all of them have its layers. So the layers of
 all ranks together are those of the model, once for each rank of a stage. Virtual stages look like stages.
+Nor does a line say whether its pass is recomputed: where every line has an equal one, both are one pass.
 
 Shape letters: I iterations, L MoE layers, D devices, E experts.
 """
@@ -56,8 +57,8 @@ class _Routed:
     topk: Count
     top_indices: list[list[int]]
 
-    def counts_E(self, model: RoutedModel, rank: int) -> tuple[int, int, _Counts]:
-        """Return the number of the iteration, the number of passes, and the tokens of each expert."""
+    def counts_E(self, model: RoutedModel, rank: int) -> tuple[int, int, _Counts, int | None]:
+        """Return the number of the iteration, that of passes, the tokens of each expert, and a hash."""
         if (self.rank, self.topk) != (rank, model.top_k):
             wanted = f"top-{model.top_k} on rank {rank}"
             raise ValueError(f"got top-{self.topk} on rank {self.rank}, wanted {wanted}")
@@ -65,7 +66,8 @@ class _Routed:
         if chosen.size and not 0 <= chosen.min() <= chosen.max() < model.num_experts:
             found = f"{chosen.min()} to {chosen.max()}"
             raise ValueError(f"got experts {found}, wanted 0 to {model.num_experts - 1} as in the model")
-        return self.step + 1, 1, np.bincount(chosen, minlength=model.num_experts)
+        counts_E = np.bincount(chosen, minlength=model.num_experts)
+        return self.step + 1, 1, counts_E, hash(chosen.tobytes())
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,13 @@ class _Arrived:
     layer: Count
     tpe: list[list[Count]]
 
-    def counts_E(self, model: RoutedModel, rank: int) -> tuple[int, int, _Counts]:
-        """Return the number of the iteration, the number of passes, and the tokens of the rank's experts."""
+    def counts_E(self, model: RoutedModel, rank: int) -> tuple[int, int, _Counts, int | None]:
+        """Return the number of the iteration, that of passes, and the tokens of the rank's experts."""
         counts_E = np.array(self.tpe, np.int64).sum(axis=0)
         if counts_E.ndim != 1 or not counts_E.size or model.num_experts % counts_E.size:
             wanted = f"an equal part of the model's {model.num_experts}"
             raise ValueError(f"got {counts_E.size} experts of a rank, wanted {wanted}")
-        return self.iter, len(self.tpe), counts_E
+        return self.iter, len(self.tpe), counts_E, None
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,15 @@ class _Rank:
     path: Path
     counts_E: dict[tuple[int, int], _Counts] = field(default_factory=dict)
     passes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    unpaired: dict[tuple[int, int], set[int]] = field(default_factory=dict)  # hashes of lines
+
+    def count_pairs_once(self) -> bool:
+        """Count recomputed passes with the passes that they repeat, and return whether there are any."""
+        recomputed = [key for key, hashes in self.unpaired.items() if not hashes]
+        for key in recomputed:
+            self.counts_E[key] = self.counts_E[key] // 2
+            self.passes[key] //= 2
+        return bool(recomputed)
 
     @cached_property
     def layers(self) -> list[int]:
@@ -123,6 +134,7 @@ def read_rank_traces(
         found.append(_read(path, rank, kind, model, most, lambda read: on_progress(read, total), done))
         done += path.stat().st_size
     ranks = [one for one in found if one.passes]  # a stage without MoE layers has empty files
+    num_recomputed = sum(one.count_pairs_once() for one in ranks)
     if not ranks:
         raise _refused(folder, "no line of an MoE layer in a decoder", "a run with such layers")
     numbers, iterations = _iterations(ranks)
@@ -140,6 +152,8 @@ def read_rank_traces(
     if last < model.num_experts - 1:
         raise _refused(folder, f"no token of an expert after {last}", f"{model.num_experts} experts")
     note = f"of {len(ranks)} ranks, pipeline stages: {len(stages)}, devices of each: {len(stages[0])}"
+    if num_recomputed:
+        note += "; every pass is there twice, as recomputation writes it, and is counted once"
     if len(iterations) < len(numbers):
         note += f"; left out: {len(numbers) - len(iterations)} iterations with more or fewer passes than most"
     if iterations[-1] - iterations[0] >= len(iterations):
@@ -166,7 +180,7 @@ def _read(
                 if len(line) == _LONGEST:
                     raise ValueError(f"got a line of more than {_LONGEST:,} bytes, wanted JSON lines")
                 record = parse_record(kind, line)
-                iteration, passes, counts_E = record.counts_E(model, rank)
+                iteration, passes, counts_E, line_hash = record.counts_E(model, rank)
                 key, is_counted = (iteration, record.layer), record.block == "decoder"
                 is_second = is_counted and kind is _Arrived and key in one.passes
                 if iteration < seen[-1] or is_second:
@@ -182,6 +196,8 @@ def _read(
             if is_counted:
                 one.counts_E[key] = one.counts_E.get(key, 0) + counts_E
                 one.passes[key] += passes
+                if line_hash is not None:
+                    one.unpaired.setdefault(key, set()).symmetric_difference_update({line_hash})
     return one
 
 

@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,21 @@ def test_iterations_with_evaluations_are_left_out(tmp_path: Path) -> None:
     assert loads.iterations.tolist() == [1, 2, 4]
     np.testing.assert_array_equal(loads.counts_ILDE, counts_ILDE[[0, 1, 3]])
     assert "left out: 1 iterations" in note
+
+
+def test_recomputed_passes_are_counted_once(tmp_path: Path) -> None:
+    """Passes of an evaluation are not recomputed."""
+    counts_ILDE = write_traces(tmp_path, [2], 2, passes=(4, 4, 6, 4))
+    for file in tmp_path.glob("*.jsonl"):
+        lines, seen = [], Counter[tuple[int, int]]()
+        for line in read_lines(file):
+            place = line["step"], line["layer"]
+            lines += [line] if seen[place] >= 4 else [line, line]
+            seen[place] += 1
+        write_lines(file, lines)
+    loads, note = read(tmp_path, 2)
+    assert "every pass is there twice" in note
+    np.testing.assert_array_equal(loads.counts_ILDE, counts_ILDE[[0, 1, 3]])
 
 
 def test_layers_of_predicted_tokens_are_left_out(tmp_path: Path) -> None:
