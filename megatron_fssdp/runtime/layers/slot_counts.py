@@ -37,7 +37,9 @@ class SlotCounts:
         self._spread: TokenSpread | None = None
         self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
 
-    def open(self, one: SlotPass, device: torch.device, *, in_graph: bool = False) -> torch.Tensor | None:
+    def open(
+        self, slot_pass: SlotPass, device: torch.device, *, in_graph: bool = False
+    ) -> torch.Tensor | None:
         """The row of a new pass, int32 ``[W]``, to which it adds its tokens by slot.
 
         ``None`` for a pass that is not shared: the host knows its counts. If a CUDA graph counts
@@ -49,13 +51,13 @@ class SlotCounts:
             self._most_rows = 1
         if self._measures_spread and self._spread is None:
             self._spread = TokenSpread(self._plain_owner_E, self._topology, device)
-        if not one.is_shared:
+        if not slot_pass.is_shared:
             return None
-        if self._num_slots != one.num_slots:
-            self._num_slots, self._num_passes, self._rows_W = one.num_slots, 0, []
+        if self._num_slots != slot_pass.num_slots:
+            self._num_slots, self._num_passes, self._rows_W = slot_pass.num_slots, 0, []
         number = self._num_passes % self._most_rows
         if number == len(self._rows_W):
-            self._rows_W.append(torch.zeros(one.num_slots, dtype=torch.int32, device=device))
+            self._rows_W.append(torch.zeros(slot_pass.num_slots, dtype=torch.int32, device=device))
         self._num_passes += 1
         return self._rows_W[number]
 
@@ -118,8 +120,10 @@ class SlotCounts:
             spread_N = numbers_DXN[..., end:].sum(axis=(0, 1), dtype=np.int64) // self.num_counting
             load.add_plain(counts_DE, self._plain_owner_E, spread_N if len(spread_N) else None)
 
-    def count_on_host(self, counts_DE: np.ndarray, own: SlotPass, load: LayerLoad, measure: bool) -> None:
-        """Add a micro-batch whose counts the host knows, int64 ``[D, E]``."""
+    def count_on_host(self, own: SlotPass, load: LayerLoad, measure: bool) -> None:
+        """Add a micro-batch whose counts the host knows."""
+        assert own.counts_DE is not None
+        counts_DE = own.counts_DE
         load.counts_DE += counts_DE
         load.micro_batches.append(lambda: counts_DE)
         if measure:

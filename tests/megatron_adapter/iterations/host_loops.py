@@ -288,16 +288,16 @@ def train_under(
 ) -> list[Trained]:
     """Train in one process under one strategy after another; each has a model of its own."""
     import megatron_fssdp
-    from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
+    from megatron_fssdp.runtime.layers.pass_binder import PassBinder
 
     made, results = list[int](), []
-    make = PlannedLayer._make
+    make = PassBinder._make
 
     def counting(self: Any, plan: Any, *given: Any, **more: Any) -> Any:
         made.append(plan.placement.num_replicas)
         return make(self, plan, *given, **more)
 
-    PlannedLayer._make = counting  # type: ignore[method-assign]
+    PassBinder._make = counting  # type: ignore[method-assign]
     for name, settings in strategies:
         attachment = megatron_fssdp.attach(name, settings)
         host: Any = Host(**options)
