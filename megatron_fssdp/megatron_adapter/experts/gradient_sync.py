@@ -127,7 +127,7 @@ def _start_when_home(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _start(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     for layer, _ in _layers(group):
-        layer.gradients.is_reduced = layer.clock.driven
+        layer.gradients.note_reduction()
     return start(group, *args, **kwargs)
 
 

@@ -51,7 +51,7 @@ class HomeGradients:
             self._passes.give_back(own)
         self._drop_resident_sums()
         self.is_home = True
-        self.is_reduced = False  # over the data-parallel ranks, so nothing may be added any more
+        self._is_reduced = False  # Nothing may be added any more.
         self._has_sums = False  # of the iteration that have not left
         self._num_summed = 0  # backward passes in them
         self._num_complete = 0
@@ -63,10 +63,14 @@ class HomeGradients:
         if self._num_complete:
             self._num_before = self._num_complete, self._local.clock.num_micro_batches
 
+    def note_reduction(self) -> None:
+        """Note that the gradients of the iteration are reduced over the data-parallel ranks."""
+        self._is_reduced = self._local.clock.driven
+
     @property
     def has_begun(self) -> bool:
         """Whether a backward pass or a reduction of the iteration has begun."""
-        return not self.is_home or self.is_reduced or self._num_complete > 0
+        return not self.is_home or self._is_reduced or self._num_complete > 0
 
     @property
     def _num_expected(self) -> int:
@@ -89,8 +93,8 @@ class HomeGradients:
         if not slot_pass.is_late:
             return
         is_stale = slot_pass.is_shared and slot_pass.has_gradients and slot_pass is not self._passes.shared
-        if self.is_reduced or slot_pass.is_dropped or is_stale:
-            when = "reduced gradients" if self.is_reduced else "set gradients to zero or ended the iteration"
+        if self._is_reduced or slot_pass.is_dropped or is_stale:
+            when = "reduced gradients" if self._is_reduced else "set gradients to zero or ended the iteration"
             raise RuntimeError(
                 f"{self._local.experts.what}: got a backward pass after the loop had {when}, wanted it "
                 "before; run all backward passes between zero_grad_buffer() and finalize_model_grads()"

@@ -67,10 +67,11 @@ class LayerLifecycle:
 
     def count_without_remap(self, slot_pass: SlotPass) -> None:
         """Count a pass whose counts the host knows, or provide the row to which a CUDA graph counts."""
-        if slot_pass.counts_DE is None:
+        counts_DE, measures = slot_pass.counts_DE, self._local.journal is not None
+        if counts_DE is None:
             self.counts.open(slot_pass, self._local.experts.device, in_graph=True)
         else:
-            self.counts.count_on_host(slot_pass, self.load, self._local.measures)
+            self.counts.count_on_host(counts_DE, slot_pass, self.load, measures)
 
     def end_iteration(self) -> LayerLoad:
         """Close the iteration: add its counts to the history, drop its plan and replicas, return its load.

@@ -76,20 +76,17 @@ class LayerLoad:
         for transfer in journal:
             # In steps, a dispatch contains the experts.
             dispatches = (self.forward, self.backward) if transfer.is_gather and not in_steps else ()
-            self.add(transfer, sum(timer.take_from_dispatch(passes, transfer) for passes in dispatches))
+            beside_s = sum(timer.take_from_dispatch(passes, transfer) for passes in dispatches)
+            busy_s, exposed_s = transfer.seconds(beside_s)
+            if transfer.is_gather:
+                self.spag_bytes += transfer.num_bytes
+                self.spag_s += busy_s
+                self.spag_exposed_s += exposed_s
+            else:
+                self.sprs_bytes += transfer.num_bytes
+                self.sprs_s += busy_s
+                self.sprs_exposed_s += exposed_s
         journal.clear()
-
-    def add(self, timer: TransferTimer, beside_s: float = 0.0) -> None:
-        """Add a transfer whose ``wait`` has returned, ``beside_s`` of it beside dispatches."""
-        busy_s, exposed_s = timer.seconds(beside_s)
-        if timer.is_gather:
-            self.spag_bytes += timer.num_bytes
-            self.spag_s += busy_s
-            self.spag_exposed_s += exposed_s
-        else:
-            self.sprs_bytes += timer.num_bytes
-            self.sprs_s += busy_s
-            self.sprs_exposed_s += exposed_s
 
     def present_ED(self) -> np.ndarray:
         """Which devices had which experts, bool ``[E, D]``; D counts the devices of all groups in turn."""

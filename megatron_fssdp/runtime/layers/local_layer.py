@@ -42,9 +42,9 @@ class LocalLayer:
     clock: IterationClock = field(default_factory=IterationClock)
     timer: PassTimer = field(default_factory=PassTimer)
     is_first: bool = True  # The model chunk has no MoE layer before this one.
-    # Of the running iteration: its plan before the gate, and its transfers; None if nothing is measured.
-    planned: LayerPlan | None = None
+    # Transfers of the running iteration. None if this rank does not keep what reports show.
     journal: list[TransferTimer] | None = None
+    planned: LayerPlan | None = None  # of the running iteration, before the gate
 
     def __post_init__(self) -> None:
         self.strategy.check(self.context)
@@ -60,11 +60,6 @@ class LocalLayer:
     def plan_before_gate(self) -> LayerPlan:
         """What the strategy of this rank plans."""
         return plan_before_gate(self.strategy, self.context, self.history)
-
-    @property
-    def measures(self) -> bool:
-        """Whether this rank keeps the device loads, bytes and times of transfers, for reports."""
-        return self.journal is not None
 
     @property
     def messages(self) -> MessageRule:

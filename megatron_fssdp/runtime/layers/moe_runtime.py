@@ -9,6 +9,7 @@ import torch
 
 from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.messages import wait_for
+from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -84,11 +85,12 @@ class MoERuntime:
             await_gradients=await_gradients,
         )
         experts = replace(experts, told_device=experts.device)
-        local = LocalLayer(context, groups, experts, self.strategy, self.clock, self.timer)
         before = self.layers[-1] if self.layers else None
-        local.is_first = before is None
         # Every rank of the group has the loads of the whole group, so only one computes the report.
-        local.journal = [] if measures or (self.measure and groups.device == 0) else None
+        measures |= self.measure and groups.device == 0
+        journal: list[TransferTimer] | None = [] if measures else None
+        common = self.strategy, self.clock, self.timer
+        local = LocalLayer(context, groups, experts, *common, is_first=before is None, journal=journal)
         group = groups.everyone or groups.expert_parallel
         together = SharedPlans(group, shares_plans=self.strategy.shares_plans)
         together = self._plans.setdefault(group.group_name, together)
@@ -245,5 +247,7 @@ class _SharedCounts:
         for layer, length in zip(self._layers, self._lengths, strict=True):
             if length:
                 own_SN = numbers_SN[:, begin : begin + length]
-                layer.counts.take(own_SN, layer.passes.shared, layer.lifecycle.load, layer.local.measures)
+                layer.counts.take(
+                    own_SN, layer.passes.shared, layer.lifecycle.load, layer.local.journal is not None
+                )
             begin += length

@@ -3,8 +3,6 @@
 Shape letters: D devices, E experts, U slots of a device.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -52,7 +50,7 @@ class PassBinder:
         # Plans often stay from one iteration to the next.
         if not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
             return self._last_made[1]
-        made = self._make(plan, digest, counts_DE, lambda: self._slots_in(room), is_kept=is_kept)
+        made = self._make(plan, digest, counts_DE, room, is_kept=is_kept)
         if is_kept:
             self._last_made = key, made
         return made
@@ -61,9 +59,7 @@ class PassBinder:
     def for_micro_batch(self, plan: LayerPlan, counts_DE: np.ndarray) -> SlotPass:
         """The pass for one micro-batch, whose counts are int64 ``[D, E]``."""
         self._make_room(plan)
-        made = self._make(plan, plan.digest(), counts_DE, self._own_slots, is_kept=False)
-        made.is_shared, made.counts_DE = False, counts_DE
-        return made
+        return self._make(plan, plan.digest(), counts_DE, is_shared=False)
 
     def give_back(self, own: SlotPass) -> None:
         """Take back the replica slots of a pass of one micro-batch, and the memory of their contents."""
@@ -76,16 +72,17 @@ class PassBinder:
         plan: LayerPlan,
         digest: bytes,
         counts_DE: np.ndarray | None,
-        take_slots: Callable[[], ReplicaSlots],
+        room: SlotRoom | None = None,
         *,
-        is_kept: bool,
+        is_shared: bool = True,
+        is_kept: bool = False,
     ) -> SlotPass:
         local, experts, transfers = self._local, self._local.experts, None
         slots = SlotTable.of(plan.placement, self._num_replica_slots, self._slot_multiple)
         expert_U, parameters = slots.expert_DU[local.groups.device].tolist(), experts.all_parameters
         replicas_U = [u for u, e in enumerate(expert_U) if e >= 0 and e not in experts.parameters]
         if len(plan.transfer.table) and not plan.resident:
-            replicas = take_slots()
+            replicas = self._take_slots(is_shared, room)
             sums = experts.layout().dtype if plan.sums_one_pass else None
             replicas.hold([expert_U[u] for u in replicas_U], sums)
             parameters = {**{e: replicas.parameters(e) for e in replicas.experts}, **parameters}
@@ -95,7 +92,9 @@ class PassBinder:
             )
         parameters_U = [None if expert < 0 else parameters[expert] for expert in expert_U]
         shares = self._shares(plan, slots, counts_DE, is_kept)
-        return SlotPass(plan, digest, slots, parameters_U, replicas_U, shares, transfers)
+        made = SlotPass(plan, digest, slots, parameters_U, replicas_U, shares, transfers, is_shared=is_shared)
+        made.counts_DE = None if is_shared else counts_DE
+        return made
 
     def _shares(
         self, plan: LayerPlan, slots: SlotTable, counts_DE: np.ndarray | None, is_kept: bool
@@ -136,14 +135,12 @@ class PassBinder:
             return None
         return node.room(self._local.experts.layout(), self._num_replica_slots, self._device)
 
-    def _slots_in(self, room: SlotRoom | None) -> ReplicaSlots:
-        known = self._shared_slots.get(room is not None)
+    def _take_slots(self, is_shared: bool, room: SlotRoom | None) -> ReplicaSlots:
+        known = self._shared_slots.get(room is not None) if is_shared else None
+        if self._spare_slots and not is_shared:
+            return self._spare_slots.pop()
         if known is None or known.room is not room:
             known = ReplicaSlots(self._local.experts.layout(), self._device, room)
+        if is_shared:
             self._shared_slots[room is not None] = known
         return known
-
-    def _own_slots(self) -> ReplicaSlots:
-        if self._spare_slots:
-            return self._spare_slots.pop()
-        return ReplicaSlots(self._local.experts.layout(), self._device)

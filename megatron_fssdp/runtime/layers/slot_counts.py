@@ -120,10 +120,8 @@ class SlotCounts:
             spread_N = numbers_DXN[..., end:].sum(axis=(0, 1), dtype=np.int64) // self.num_counting
             load.add_plain(counts_DE, self._plain_owner_E, spread_N if len(spread_N) else None)
 
-    def count_on_host(self, own: SlotPass, load: LayerLoad, measure: bool) -> None:
-        """Add a micro-batch whose counts the host knows."""
-        assert own.counts_DE is not None
-        counts_DE = own.counts_DE
+    def count_on_host(self, counts_DE: np.ndarray, own: SlotPass, load: LayerLoad, measure: bool) -> None:
+        """Add a micro-batch whose counts the host knows, int64 ``[D, E]``."""
         load.counts_DE += counts_DE
         load.micro_batches.append(lambda: counts_DE)
         if measure:
