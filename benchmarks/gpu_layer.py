@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -127,8 +127,9 @@ class Layers:
             self.runtime = session.runtime
             self.layers = [StrategyMoELayer.of(layer, session) for layer in self.layers]
         for slot_layer in self.runtime.layers if self.runtime else ():
-            slot_layer.context = replace(slot_layer.context, profile=profile)
-            slot_layer.on_pass = partial(self._note, slot_layer.context.layer, slot_layer.on_pass)
+            slot_layer.lifecycle.set_profile(profile)
+            passes = slot_layer.passes
+            passes.on_pass = partial(self._note, slot_layer.context.layer, passes.on_pass)
 
     def run(
         self, hidden: torch.Tensor, upstream: torch.Tensor, routing: Sequence[Any], micro_batches: int
@@ -153,9 +154,9 @@ class Layers:
             runtime.end_iteration()
         return output.detach()
 
-    def _note(self, number: int, bind: Callable[[SlotPass], None], one: SlotPass) -> None:
-        self.num_replicas[number] = one.plan.placement.num_replicas
-        bind(one)
+    def _note(self, number: int, bind: Callable[[SlotPass], None], slot_pass: SlotPass) -> None:
+        self.num_replicas[number] = slot_pass.plan.placement.num_replicas
+        bind(slot_pass)
 
 
 def main() -> int:

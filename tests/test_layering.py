@@ -1,12 +1,13 @@
 """Which room of docs/architecture.md may import which, and which sub-room.
 
-Every import statement counts: at the top of a file, in a function, and under ``if TYPE_CHECKING``.
+No files of the package import each other in a circle. Every import statement counts: at the top of a file, in
+a function, and under ``if TYPE_CHECKING``.
 """
 
 import ast
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,13 @@ FORBIDDEN = {
 }
 """Parts of the standard library that would make a plan depend on more than its arguments."""
 
+_MODEL = f"{PACKAGE}.megatron_adapter.iterations.model_iterations"
+CIRCLES = {
+    (f"{PACKAGE}.megatron_adapter.iterations.{name}", _MODEL)
+    for name in ("equal_settings", "installation", "iteration_driver", "model_marks", "record_folder")
+}
+"""Imports, of a type alone, that close circles between files."""
+
 # Below the adapter the global process groups stay untouched, and environment variables unread.
 NO_ENVIRONMENT = {"collectives", "runtime", "planning", "strategies", "simulation"}
 
@@ -180,6 +188,38 @@ def test_imports_keep_to_the_table() -> None:
 def test_the_table_has_no_cycle() -> None:
     """No package imports a higher one: the packages can be ordered."""
     TopologicalSorter({layer: inner for layer, (inner, _) in LAYERS.items()}).prepare()
+
+
+def files_imported(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """The modules of the package that each one imports, of sources by module with whether it is a package."""
+    found = {}
+    for module, (source, is_package) in sources.items():
+        names = [name for _, name in imports_of(ast.parse(source), module, is_package)]
+        found[module] = {one if one in sources else one.rpartition(".")[0] for one in names} & set(sources)
+    return {module: imported - {module} for module, imported in found.items()}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    sources = {}
+    for path in ROOT.rglob("*.py"):
+        parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
+        is_package = parts[-1] == "__init__"
+        sources[".".join(parts[:-1] if is_package else parts)] = path.read_text("utf-8"), is_package
+    imported = files_imported(sources)
+    for module, other in CIRCLES:
+        imported[module].remove(other)  # An error if there is no such import any more.
+    TopologicalSorter(imported).prepare()
+
+
+def test_a_circle_of_types_alone_is_found() -> None:
+    circle = {
+        "p": ("", True),
+        "p.a": ("from p import b", False),
+        "p.b": ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .c import C", False),
+    }
+    TopologicalSorter(files_imported({**circle, "p.c": ("import os", False)})).prepare()
+    with pytest.raises(CycleError):
+        TopologicalSorter(files_imported({**circle, "p.c": ("def f():\n    import p.a", False)})).prepare()
 
 
 @pytest.mark.parametrize(

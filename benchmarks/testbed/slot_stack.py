@@ -49,9 +49,9 @@ class SlotStack(LayerStack):
         self._ran: list[list[LayerPlan]] = [[] for _ in parameters]  # by each layer's forward passes
         for number, of_layer in enumerate(parameters):
             context = LayerContext(number + 1, owner_E, groups.topology, profile)
-            layer = self.runtime.add_layer(context, groups, of_layer)
-            layer.on_pass = partial(self._passes.__setitem__, number)
-            layer.measure = True  # On every rank, not only on the first.
+            # On every rank, not only on the first.
+            on_pass = partial(self._passes.__setitem__, number)
+            self.runtime.add_layer(context, groups, of_layer, on_pass=on_pass, measures=True)
         self._moves = ExpertMoves(self.runtime)
         self._selector: StrategySelector | None = None
         if strategy.selects:

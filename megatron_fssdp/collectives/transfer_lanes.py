@@ -261,7 +261,12 @@ def stream_lane(group: dist.ProcessGroup, device: torch.device, use: str = "tran
     return lanes[key]
 
 
-def advance_transfers(group: dist.ProcessGroup) -> None:
-    """Mark a point of the program, the same on all ranks, at which the group's transfers issue batches."""
+def advance_transfers(group: dist.ProcessGroup, hidden: torch.Tensor | None = None) -> None:
+    """Mark a point of the program, the same on all ranks, at which the group's transfers issue batches.
+
+    The backward pass has one where the gradient of ``hidden`` is complete, if it is given.
+    """
     for lane in _stream_lanes.get(group, {}).values():
         lane.advance()
+    if hidden is not None and torch.is_grad_enabled() and hidden.requires_grad:
+        hidden.register_hook(lambda gradient: advance_transfers(group))

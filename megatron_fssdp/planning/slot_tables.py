@@ -89,6 +89,11 @@ class SlotTable:
         """Number of experts, E; every one is in a slot of its owner."""
         return int(self.expert_DU.max()) + 1
 
+    @property
+    def are_experts(self) -> bool:
+        """Whether each slot has the expert of its number, so that nothing has to be remapped."""
+        return np.array_equal(self.expert_DU.reshape(-1), np.arange(self.num_slots))
+
     @cached_property
     def slot_ED(self) -> np.ndarray:
         """Slot in which each device has each expert, -1 where it is absent; int64 ``[E, D]``, read-only."""

@@ -98,6 +98,10 @@ class Strategy[Settings: PlacementSettings](ABC):
         """
         return True
 
+    def selected(self, layer: int) -> str | None:
+        """Name of the strategy that is selected for the layer; ``None`` if layers have no others."""
+        return None
+
     def slots(self, context: LayerContext) -> int:
         """Largest number of replicas of a layer on a device."""
         return context.num_experts

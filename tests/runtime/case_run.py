@@ -166,7 +166,7 @@ class CaseRun:
             )
         if self.case.driven:
             self.runtime.end_evaluation(outside)
-            assert not any(layer.slots.load.counts_DE.any() for layer in self.layers)
+            assert not any(layer.slots.lifecycle.load.counts_DE.any() for layer in self.layers)
         assert [layer.slots.history.num_seen for layer in self.layers] == num_seen
 
     def _reference(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:

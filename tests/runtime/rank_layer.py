@@ -86,9 +86,9 @@ class RankLayer:
             self.groups,
             self.parameters,
             layout=self._layout(),
+            on_pass=self._bind,
             **({"await_parameters": self.arrive} if case.late else {}),
         )
-        self.slots.on_pass = self._bind
         self._dispatchers: dict[int, Any] = {}
         self._arriving: list[tuple[torch.nn.Parameter, Tensor]] = []
         if case.owners is not None:  # Megatron starts with even owners.
@@ -121,7 +121,7 @@ class RankLayer:
 
     def move(self, owner_E: np.ndarray) -> None:
         self.parameters = self._own(owner_E)
-        self.slots.own(owner_E, self.parameters, self._layout())
+        self.slots.lifecycle.own(owner_E, self.parameters, self._layout())
 
     def keep(self, strategy: DrawnPlacements, number: int) -> None:
         context = self.slots.context
@@ -129,7 +129,7 @@ class RankLayer:
         own = {e: p for e, p in self.parameters.items() if context.owner_E[e] == self.groups.device}
         replicas = {e: self.make(e) for e in placement.experts_on(self.groups.device) if e not in own}
         self.parameters = {**own, **replicas}
-        self.slots.keep(placement, replicas)
+        self.slots.lifecycle.keep(placement, replicas)
 
     def leave(self) -> None:
         """Take the Parameters' values away until :meth:`arrive`, which makes every early read visible."""
@@ -143,14 +143,14 @@ class RankLayer:
             parameter.data.copy_(value)
         self._arriving = []
 
-    def _bind(self, one: SlotPass) -> None:
-        self.used.append(one)
-        num_slots = one.slots.slots_per_device
+    def _bind(self, slot_pass: SlotPass) -> None:
+        self.used.append(slot_pass)
+        num_slots = slot_pass.slots.slots_per_device
         if num_slots not in self._dispatchers:
             self._dispatchers[num_slots] = make_dispatcher(
                 num_slots, self.groups, self._megatron, drops=self.case.routing == "dropped"
             )
-        self._one, self._dispatcher = one, self._dispatchers[num_slots]
+        self._pass, self._dispatcher = slot_pass, self._dispatchers[num_slots]
 
     def forward(self, hidden: Tensor, probs: Tensor, routing_map: Tensor, training: bool = True) -> Tensor:
         """The layer's forward pass, ``[T, M]``."""
@@ -164,7 +164,7 @@ class RankLayer:
         slots.rows_travel()
         rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
         with slots.await_weights(rows):
-            rows = _experts(rows, rows_P.tolist(), row_probs, self._one.parameters_U)
+            rows = _experts(rows, rows_P.tolist(), row_probs, self._pass.parameters_U)
         rows = dispatcher.combine_preprocess(slots.leave_experts(rows))
         output = dispatcher.combine_postprocess(dispatcher.token_combine(rows))
         return slots.finish(output.squeeze(1))

@@ -2,21 +2,16 @@
 
 import os
 import runpy
-import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TextIO
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.entry.bad_input import EXIT_BAD_INPUT, report
 from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
 
-EXIT_BAD_INPUT = 2
-_FIRST_RANK_S = 60.0
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py|-m MODULE ARGS… [--moe-strategy NAME]"
 
 
@@ -82,39 +77,3 @@ def show_warnings_once() -> None:
         warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\.")
     # Processes that a rank starts, such as those that write checkpoints, import Megatron again.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
-
-
-def report(error: ConfigurationError, to: TextIO | None = None) -> None:
-    """Print one line for an error, by default to standard error.
-
-    Before process groups exist, all ranks of a node get the same error, and the first one there prints it,
-    with the node's name if it is not that of rank 0. torchrun ends the ranks of a node when one of them ends.
-    The others therefore wait for the first one, and print if it does not.
-    """
-    import torch.distributed as dist
-
-    rank, is_initialized = os.environ.get("RANK", "0"), dist.is_initialized()
-    local_rank = os.environ.get("LOCAL_RANK", rank)
-    place = f" on rank {rank}"
-    if not is_initialized and local_rank == "0":
-        place = "" if rank == "0" else f" on {socket.gethostname()}"
-    elif not is_initialized:
-        if "LOCAL_RANK" not in os.environ:
-            return
-        time.sleep(_FIRST_RANK_S)
-    print(f"[fssdp] error{place}: {error}", file=to or sys.stderr, flush=True)
-
-
-def report_uncaught() -> None:
-    """Make scripts that do not catch a :class:`ConfigurationError` end with one line and exit code 2."""
-    before = sys.excepthook
-
-    def end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, ConfigurationError):
-            before(kind, error, traceback)
-            return
-        # torch.distributed's own hook holds sys.stderr back until this hook returns.
-        report(error, sys.__stderr__)
-        sys.exit(EXIT_BAD_INPUT)  # The interpreter ends with the exit code of its hook.
-
-    sys.excepthook = end

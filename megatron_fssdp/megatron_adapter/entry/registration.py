@@ -18,7 +18,7 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
     requested_by,
 )
 from megatron_fssdp.megatron_adapter.entry.attach import use
-from megatron_fssdp.megatron_adapter.entry.launcher import report_uncaught
+from megatron_fssdp.megatron_adapter.entry.bad_input import report_uncaught
 from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment, set_current
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams

@@ -53,9 +53,9 @@ def take_over(
 
     Those that DDP reduces together with the dense ones (expert parallelism of size 1) have no replicas and
     are ignored. ``finish_gradients`` completes the gradients of all layers. It is called before DDP reduces
-    them, on all ranks in the same order, and more than once in an iteration.
+    them, on all ranks in the same order, and more than once in an iteration. The layer calls
+    :func:`start_waiting` when its gradients are home.
     """
-    layer.gradients.on_home = start_waiting
     for parameter in parameters:
         if not getattr(parameter, "allreduce", True):
             setattr(parameter, _SLOT, _Slot(layer, layer, finish_gradients))
@@ -127,7 +127,7 @@ def _start_when_home(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _start(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     for layer, _ in _layers(group):
-        layer.gradients.is_reduced = layer.clock.driven
+        layer.gradients.note_reduction()
     return start(group, *args, **kwargs)
 
 
@@ -178,6 +178,6 @@ def _is_home(group: Any) -> bool:
 
 def _chunk(layer: SlotLayer) -> SlotLayer:
     # A model chunk is known by its first MoE layer.
-    while not layer.is_first and layer.before is not None:
+    while not layer.local.is_first and layer.before is not None:
         layer = layer.before
     return layer

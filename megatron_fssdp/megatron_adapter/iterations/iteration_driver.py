@@ -91,7 +91,7 @@ class IterationDriver:
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
-                layer.stopwatch = LayerStopwatch()
+                layer.lifecycle.measure_costs(LayerStopwatch())
         else:  # Until costs are measured, there are no limits, and no replicas.
             report_memory(session, self._host, self.held)
 
@@ -115,7 +115,7 @@ class IterationDriver:
         session = self._session
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
-        elif self.runtime.layers and self.runtime.layers[0].stopwatch is not None:
+        elif self.runtime.layers and self.runtime.layers[0].lifecycle.stopwatch is not None:
             self._profile(num_micro_batches)
             self.runtime.drop_plans()
         self.selection = None
@@ -159,13 +159,13 @@ class IterationDriver:
             self._selector.note(time.perf_counter() - self._began_s)
         if self._session.strategy.travel.exchange == "by_price":
             self._tell_exchange()
-        plans = [layer.plan for layer in self.runtime.layers]
+        plans = [layer.passes.plan for layer in self.runtime.layers]
         loads = self.runtime.end_iteration()
         if self.balance is not None:
             seconds = time.perf_counter() - self._began_s
             is_logged = self._number % (self._host.log_interval or 1) == 0
             self.balance.note(self._number, self.runtime.layers, plans, loads, seconds, is_logged=is_logged)
-        if any(layer.stopwatch is not None for layer in self.runtime.layers):
+        if any(layer.lifecycle.stopwatch is not None for layer in self.runtime.layers):
             num_bytes = self._replicas_bytes(plans, loads)
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, num_bytes)
         return loads
@@ -176,8 +176,10 @@ class IterationDriver:
             self._told()
 
     def _tell_exchange(self) -> None:
-        planned = {one.context.layer: one.plan for one in self.runtime.layers if one.plan is not None}
-        numbers = {number for number, plan in planned.items() if plan.deduplicated} - self._told_exchange
+        planned = {one.context.layer: one.passes.plan for one in self.runtime.layers}
+        numbers = {
+            number for number, plan in planned.items() if plan and plan.deduplicated
+        } - self._told_exchange
         self._told_exchange |= numbers
         if numbers and reports_for_stage():
             logger.info(

@@ -74,11 +74,11 @@ class StrategyMoELayer(MoELayer):
             dict(zip(self.local_expert_indices, local, strict=True)),
             await_parameters=self._await_parameters,
             await_gradients=gradient_sync.await_gradients,
+            on_pass=self._bind,
+            on_home=gradient_sync.start_waiting,
             least_slots=session.least_slots(settings),
             slot_multiple=slot_multiple(settings, groups.num_devices),
         )
-        self.slot_layer.gradients.delays_weight_gradients = settings.delays
-        self.slot_layer.on_pass = self._bind
         gradient_sync.take_over(chain.from_iterable(local), self.slot_layer, session.runtime.finish_gradients)
         keys = session.settings
         if isinstance(keys, FasterMoEKeys) and keys.leaving_share is not None:
@@ -106,7 +106,7 @@ class StrategyMoELayer(MoELayer):
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer's number. Megatron calls this after it has built the layer."""
         super().set_layer_number(layer_number)
-        self.slot_layer.renumber(self._global_number())
+        self.slot_layer.lifecycle.renumber(self._global_number())
 
     def _global_number(self) -> int:
         return global_number(self, self._later_layers_before)
@@ -117,14 +117,14 @@ class StrategyMoELayer(MoELayer):
         else:
             self._session.slots.await_parameters(self._index)
 
-    def _bind(self, one: SlotPass) -> None:
+    def _bind(self, slot_pass: SlotPass) -> None:
         iteration = self._session.runtime.clock.iteration
         if iteration is None or iteration != self._checked_in:
             self._slot_experts.check_unchanged()
             self._checked_in = iteration
-        keeps_weights = one.is_shared and not one.plan.rematerialize
-        self._slot_experts.bind(one.parameters_U, for_iteration=keeps_weights)
-        self.token_dispatcher = self._dispatchers.of(one)
+        keeps_weights = slot_pass.is_shared and not slot_pass.plan.rematerialize
+        self._slot_experts.bind(slot_pass.parameters_U, for_iteration=keeps_weights)
+        self.token_dispatcher = self._dispatchers.of(slot_pass)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward pass. An error gets a note with the number of the layer."""
@@ -175,8 +175,7 @@ class StrategyMoELayer(MoELayer):
 
     def _backward_dw(self) -> None:
         self._slot_experts.backward_dw()
-        if self.slot_layer.gradients.delays_weight_gradients:
-            self.slot_layer.gradients.weight_gradients_computed()
+        self.slot_layer.gradients.weight_gradients_computed()
 
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """End the pass; the next layer's SparseAllGather starts."""
@@ -216,7 +215,7 @@ def install_beginnings(model: Iterable[torch.nn.Module]) -> None:
 
 def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     slots = moe.slot_layer
-    slots.is_first = first
+    slots.lifecycle.begin_chunk(is_first=first)
 
     def begun(method: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

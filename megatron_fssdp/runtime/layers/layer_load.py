@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
+from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds, PassTimer
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 
@@ -71,17 +71,22 @@ class LayerLoad:
         owner_D = np.bincount(plain_owner_E, weights=counts_DE.sum(axis=0), minlength=len(self.owner_D))
         self.owner_D += owner_D.astype(np.int64)
 
-    def add(self, timer: TransferTimer, beside_s: float = 0.0) -> None:
-        """Add a transfer whose ``wait`` has returned, ``beside_s`` of it beside dispatches."""
-        busy_s, exposed_s = timer.seconds(beside_s)
-        if timer.is_gather:
-            self.spag_bytes += timer.num_bytes
-            self.spag_s += busy_s
-            self.spag_exposed_s += exposed_s
-        else:
-            self.sprs_bytes += timer.num_bytes
-            self.sprs_s += busy_s
-            self.sprs_exposed_s += exposed_s
+    def take(self, journal: list[TransferTimer], timer: PassTimer, *, in_steps: bool) -> None:
+        """Add transfers whose ``wait`` has returned, and clear the journal. The timer has measured passes."""
+        for transfer in journal:
+            # In steps, a dispatch contains the experts.
+            dispatches = (self.forward, self.backward) if transfer.is_gather and not in_steps else ()
+            beside_s = sum(timer.take_from_dispatch(passes, transfer) for passes in dispatches)
+            busy_s, exposed_s = transfer.seconds(beside_s)
+            if transfer.is_gather:
+                self.spag_bytes += transfer.num_bytes
+                self.spag_s += busy_s
+                self.spag_exposed_s += exposed_s
+            else:
+                self.sprs_bytes += transfer.num_bytes
+                self.sprs_s += busy_s
+                self.sprs_exposed_s += exposed_s
+        journal.clear()
 
     def present_ED(self) -> np.ndarray:
         """Which devices had which experts, bool ``[E, D]``; D counts the devices of all groups in turn."""
@@ -89,7 +94,7 @@ class LayerLoad:
 
     def owned_ED(self) -> np.ndarray:
         """Which devices owned which experts, bool ``[E, D]``; D counts the devices of all groups in turn."""
-        owned = [one.owner_E[:, None] == np.arange(one.num_devices) for one in self.placements]
+        owned = [of.owner_E[:, None] == np.arange(of.num_devices) for of in self.placements]
         return self._side_by_side(owned)
 
     def _side_by_side(self, held_ED: list[np.ndarray]) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Turns measurements of a run's first iterations into the costs that its planners use."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -43,7 +42,7 @@ def profile_layers(
     first = layers[0]
     layout = first.experts.layout()
     flops_per_token = 2.0 * sum(shape.numel() for shape in layout.shapes if len(shape) == 2)
-    watches = [layer.stopwatch for layer in layers if layer.stopwatch is not None]
+    watches = [watch for layer in layers if (watch := layer.lifecycle.stopwatch) is not None]
     rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
     before_s = [w.before_s() for w in watches]
     where = first.groups
@@ -96,5 +95,4 @@ def profile_layers(
         exact_shares_s=shares_s,
     )
     for layer in layers:
-        layer.context = replace(layer.context, profile=profile)
-        layer.stopwatch = None
+        layer.lifecycle.set_profile(profile)

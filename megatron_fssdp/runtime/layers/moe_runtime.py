@@ -9,13 +9,20 @@ import torch
 
 from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.messages import wait_for
+from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
+from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-from megatron_fssdp.runtime.layers.planned_layer import IterationClock
+from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
+from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
+from megatron_fssdp.runtime.layers.local_layer import IterationClock, LocalLayer
+from megatron_fssdp.runtime.layers.pass_binder import PassBinder
 from megatron_fssdp.runtime.layers.shared_plans import SharedPlans
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.strategy import Strategy
@@ -42,12 +49,9 @@ class MoERuntime:
     """
 
     def __init__(self, strategy: Strategy, *, measure: bool = False, check_plans: bool = False) -> None:
-        self.strategy = strategy
-        self.measure = measure
-        self.check_plans = check_plans
+        self.strategy, self.measure, self.check_plans = strategy, measure, check_plans
         self.layers: list[SlotLayer] = []
-        self.clock = IterationClock()
-        self.timer = PassTimer()
+        self.clock, self.timer = IterationClock(), PassTimer()
         self._counts: list[_SharedCounts] = []
         self._num_shared: dict[str, int] = {}
         self._plans: dict[str, SharedPlans] = {}
@@ -61,12 +65,17 @@ class MoERuntime:
         layout: ExpertLayout | None = None,
         await_parameters: Callable[[], object] = lambda: None,
         await_gradients: Callable[[], object] = lambda: None,
+        on_pass: Callable[[SlotPass], object] = lambda slot_pass: None,
+        on_home: Callable[[], object] = lambda: None,
         least_slots: int = 0,
         slot_multiple: int = 1,
+        measures: bool = False,
     ) -> SlotLayer:
         """Register a layer; layers must be added in the same order on every rank.
 
-        The arguments are those of :class:`SlotLayer` and :class:`LocalExperts`.
+        The arguments are those of the layer's parts: :class:`LocalExperts`, :class:`LayerPasses`,
+        :class:`HomeGradients` and :class:`PassBinder`. A layer that ``measures`` does so on this rank in any
+        case.
         """
         experts = LocalExperts(
             f"layer {context.layer}",
@@ -76,32 +85,22 @@ class MoERuntime:
             await_gradients=await_gradients,
         )
         experts = replace(experts, told_device=experts.device)
-        layer = SlotLayer(
-            context,
-            groups,
-            experts,
-            self.strategy,
-            self.clock,
-            # Every rank of the group has the loads of the whole group, so only one computes the report.
-            measure=self.measure and groups.device == 0,
-            measures_spread=self.measure,
-            check_plans=self.check_plans,
-            timer=self.timer,
-            least_slots=least_slots,
-            slot_multiple=slot_multiple,
-        )
-        if self.layers:
-            self.layers[-1].following, layer.before = layer, self.layers[-1]
-            layer.is_first = False
-        self.layers.append(layer)
+        before = self.layers[-1] if self.layers else None
+        # Every rank of the group has the loads of the whole group, so only one computes the report.
+        measures |= self.measure and groups.device == 0
+        journal: list[TransferTimer] | None = [] if measures else None
+        common = self.strategy, self.clock, self.timer
+        local = LocalLayer(context, groups, experts, *common, is_first=before is None, journal=journal)
         group = groups.everyone or groups.expert_parallel
-        plans = self._plans.setdefault(group.group_name, SharedPlans(group))
-        plans.layers.append(layer)
-        # One layer alone is planned as fast by every rank.
-        if self.strategy.shares_plans and group.size() > 1 and len(plans.layers) > 1:
-            for one in plans.layers:
-                one.together = plans
-        return layer
+        together = SharedPlans(group, shares_plans=self.strategy.shares_plans)
+        together = self._plans.setdefault(group.group_name, together)
+        planner = LayerPlanner(local, together, checks_plans=self.check_plans)
+        binder = PassBinder(local, least_slots=least_slots, slot_multiple=slot_multiple)
+        passes = LayerPasses(local, planner, binder, None if before is None else before.passes, on_pass)
+        gradients = HomeGradients(local, passes, on_home)
+        lifecycle = LayerLifecycle(passes, gradients, measures_spread=self.measure)
+        self.layers.append(SlotLayer(lifecycle, before))
+        return self.layers[-1]
 
     def begin_iteration(self, num_micro_batches: int = 0, iteration: int | None = None) -> None:
         """Mark the start of an iteration; its plans are made from the loads of earlier iterations.
@@ -135,18 +134,18 @@ class MoERuntime:
             return
         self.clock.driven = False
         for layer in self.layers:
-            layer.reset()
+            layer.lifecycle.reset()
 
     def drop_plans(self) -> None:
         """Forget the plans that an evaluation has made, because what they depend on changes."""
         for layer in self.layers:
-            layer.drop_plan()
+            layer.lifecycle.drop_plan()
 
     def reset_gradients(self) -> None:
         """Drop gradients, counts and weights of an iteration that was not ended; its plans stay."""
         self._drop_counts()
         for layer in self.layers:
-            layer.reset()
+            layer.lifecycle.reset()
         self.timer.stop()
         self.clock.driven = self.clock.trains = False
 
@@ -171,17 +170,17 @@ class MoERuntime:
             RuntimeError: The ranks have not made the same plans, or gradients are not at their owners.
         """
         counts, self._counts = self._counts, []
-        for one in counts:
-            one.take()
+        for of_group in counts:
+            of_group.take()
         self.clock.driven = self.clock.trains = False
         self.timer.stop()
-        loads = [layer.end_iteration() for layer in self.layers]
+        loads = [layer.lifecycle.end_iteration() for layer in self.layers]
         self.clock.num_micro_batches, self.clock.iteration = 0, None
         return loads
 
     def _drop_counts(self) -> None:
-        for one in self._counts:
-            one.drop()
+        for of_group in self._counts:
+            of_group.drop()
         self._counts.clear()
 
 
@@ -210,17 +209,17 @@ class _SharedCounts:
         self._layers, self._num_shared = layers, num_shared
         groups = layers[0].groups
         self._group = groups.everyone or groups.expert_parallel
-        numbers = [layer.counts.to_share(layer.shared) for layer in layers]
-        self._lengths = [0 if one is None else len(one) for one in numbers]
+        numbers = [layer.counts.to_share(layer.passes.shared) for layer in layers]
+        self._lengths = [0 if own is None else len(own) for own in numbers]
         plans, lengths = (hashlib.blake2b(digest_size=8) for _ in _DISAGREEMENTS)
         for layer, length in zip(layers, self._lengths, strict=True):
-            if layer.shared is not None:
-                plans.update(layer.shared.digest)
-                lengths.update(b"%d of %d," % (length, layer.shared.num_slots))
+            if layer.passes.shared is not None:
+                plans.update(layer.passes.shared.digest)
+                lengths.update(b"%d of %d," % (length, layer.passes.shared.num_slots))
         digests = torch.frombuffer(bytearray(plans.digest() + lengths.digest()), dtype=torch.int32)
-        own = sent_to(digests, layers[0].experts.device)
-        self._own = torch.cat([own, *(one for one in numbers if one is not None)])
-        self._size = num_shared.setdefault(self._group.group_name, len(own))
+        begin = sent_to(digests, layers[0].experts.device)
+        self._own = torch.cat([begin, *(own for own in numbers if own is not None)])
+        self._size = num_shared.setdefault(self._group.group_name, len(begin))
         sent = torch.nn.functional.pad(self._own, (0, self._size - len(self._own)))  # or the first of them
         self._gathered = start_counts(sent, self._group)
 
@@ -248,5 +247,7 @@ class _SharedCounts:
         for layer, length in zip(self._layers, self._lengths, strict=True):
             if length:
                 own_SN = numbers_SN[:, begin : begin + length]
-                layer.counts.take(own_SN, layer.shared, layer.load, layer.measure)
+                layer.counts.take(
+                    own_SN, layer.passes.shared, layer.lifecycle.load, layer.local.journal is not None
+                )
             begin += length

@@ -37,7 +37,9 @@ class SlotCounts:
         self._spread: TokenSpread | None = None
         self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
 
-    def open(self, one: SlotPass, device: torch.device, *, in_graph: bool = False) -> torch.Tensor | None:
+    def open(
+        self, slot_pass: SlotPass, device: torch.device, *, in_graph: bool = False
+    ) -> torch.Tensor | None:
         """The row of a new pass, int32 ``[W]``, to which it adds its tokens by slot.
 
         ``None`` for a pass that is not shared: the host knows its counts. If a CUDA graph counts
@@ -49,13 +51,13 @@ class SlotCounts:
             self._most_rows = 1
         if self._measures_spread and self._spread is None:
             self._spread = TokenSpread(self._plain_owner_E, self._topology, device)
-        if not one.is_shared:
+        if not slot_pass.is_shared:
             return None
-        if self._num_slots != one.num_slots:
-            self._num_slots, self._num_passes, self._rows_W = one.num_slots, 0, []
+        if self._num_slots != slot_pass.num_slots:
+            self._num_slots, self._num_passes, self._rows_W = slot_pass.num_slots, 0, []
         number = self._num_passes % self._most_rows
         if number == len(self._rows_W):
-            self._rows_W.append(torch.zeros(one.num_slots, dtype=torch.int32, device=device))
+            self._rows_W.append(torch.zeros(slot_pass.num_slots, dtype=torch.int32, device=device))
         self._num_passes += 1
         return self._rows_W[number]
 

@@ -25,9 +25,11 @@ class SlotPass:
     digest: bytes  # of the plan
     slots: SlotTable  # which expert is in which slot
     parameters_U: Sequence[ExpertParameters | None]  # of each slot of this device; None for an empty slot
+    replicas_U: Sequence[int]  # slots of this device without owned experts
     # None if slots are Megatron's own local experts, so that nothing has to be remapped.
     shares: ShareTable | ExactShares | Intervals | None
     transfers: ReplicaTransfers | None  # None without replicas, or with resident ones
+    is_late: bool = False  # Gradients of owned experts can be incomplete after their backward pass.
     is_shared: bool = True  # All passes of an iteration use it. Otherwise it belongs to one micro-batch.
     counts_DE: np.ndarray | None = None  # of this micro-batch, int64
     splits: KnownSplits | None = None  # of this micro-batch
@@ -41,8 +43,6 @@ class SlotPass:
         self.num_slots = self.slots.num_slots
         # Whether replicas have gradients that belong to their owners.
         self.has_gradients = self.transfers is not None or self.plan.resident
-        # Whether the weights are released after each pass and gathered again.
-        self.holds_each_pass = self.transfers is not None and self.plan.rematerialize
 
 
 def source_table(

@@ -29,22 +29,22 @@ class StrategySelector:
         """Record the seconds that an iteration took on this rank."""
         self._seconds.append(seconds)
 
-    def select(self, executors: Sequence[SlotLayer], iteration: int) -> SelectionReport | None:
+    def select(self, layers: Sequence[SlotLayer], iteration: int) -> SelectionReport | None:
         """Reconsider strategies if the strategy does so after ``iteration`` complete iterations.
 
         All ranks of all groups must call it, with at least one layer of the pipeline stage.
         """
-        is_measured = executors[0].context.profile is not None
-        num_known = executors[0].history.num_seen if is_measured else 0
+        is_measured = layers[0].context.profile is not None
+        num_known = layers[0].history.num_seen if is_measured else 0
         if not self._strategy.selects_at(iteration, num_known):
             return None
         # The ranks of a group have the same loads, so each rank prices only a part of the layers.
         group = self._groups[0]
         own = slice(group.rank(), None, group.size())
         prices = self._strategy.price(
-            [one.context for one in executors[own]], [one.history for one in executors[own]]
+            [layer.context for layer in layers[own]], [layer.history for layer in layers[own]]
         )
-        seconds_LC = np.zeros((len(executors), prices.shape[1]))
+        seconds_LC = np.zeros((len(layers), prices.shape[1]))
         seconds_LC[own] = prices
         # The first iteration after a change is left out: it allocates memory and fills caches.
         spread = IterationSpread.of(list(self._seconds)[1:])
@@ -58,7 +58,7 @@ class StrategySelector:
         if spread is not None:
             spread = IterationSpread(spread.num_seen, *numbers[-3:].tolist())
         report = self._strategy.select(
-            [executor.context.layer for executor in executors],
+            [layer.context.layer for layer in layers],
             numbers[:-3].reshape(seconds_LC.shape),
             spread,
         )

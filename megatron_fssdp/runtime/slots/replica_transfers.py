@@ -1,19 +1,24 @@
 """The transfers of one plan: weights into the replica slots, and the gradients of the replicas home.
 
-Weights pass through these states. Re-materialization (Hecate §4.2) goes around the circle twice in each
-micro-batch; otherwise the weights stay until the iteration, or the micro-batch, is over::
+Weights and sums of gradients each go around a circle. Under re-materialization (Hecate §4.2), weights do so
+twice in each micro-batch; otherwise they stay until the iteration, or the micro-batch, is over. Sums go home
+once in an iteration, or with every backward pass under re-materialization and for replicas of one
+micro-batch::
 
-              gather                    await_weights               gather: take memory, start SparseAllGather
-    OWNED ───────────────► GATHERING ───────────────► PRESENT       await_weights: all elements have arrived
+              gather                    settle_gathers              gather: take memory, start SparseAllGather
+    OWNED ───────────────► GATHERING ───────────────► PRESENT       settle_gathers: all elements have arrived
       ▲                                                  │          release: give the memory back
       └───────────────────── release ────────────────────┘
 
-Gradients go home once in an iteration, or with every backward pass under re-materialization and for replicas
-of one micro-batch. The sums of a backward pass stay open until they have reached the owners.
+              open_sums                 reduce                      open_sums: take memory, with zeros
+    CLOSED ──────────────► OPEN ────────────────────► TRAVELLING    reduce: start SparseReduceScatter
+      ▲                                                  │          settle: sums are in the owners' gradients
+      └────────────────────── settle ────────────────────┘
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 
 import torch
 
@@ -21,15 +26,42 @@ from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters, LocalExperts
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
+from megatron_fssdp.runtime.slots.gradient_totals import GradientTotals
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan
+
+
+class TransferState(Enum):
+    """Where the weights of the replicas are, or the sums of their gradients; with the states that follow."""
+
+    # A second release does nothing. A gather may come in two parts, and be given up on its way.
+    OWNED = "OWNED", "GATHERING"
+    GATHERING = "GATHERING", "PRESENT", "OWNED"
+    PRESENT = ("OWNED",)
+    # Several backward passes may add to the sums before these travel.
+    CLOSED = ("OPEN",)
+    OPEN = "OPEN", "TRAVELLING"
+    TRAVELLING = ("CLOSED",)
+
+    def to(self, new: "TransferState", what: str) -> "TransferState":
+        """The new state, if it may follow.
+
+        Raises:
+            RuntimeError: It may not: passes of the layer ``what`` came out of turn.
+        """
+        if new.name not in self.value:
+            raise RuntimeError(
+                f"{what}: got replicas' weights or gradients that become {new.name} while {self.name}, "
+                f"wanted {' or '.join(self.value)}: passes came out of turn; please report their schedule"
+            )
+        return new
 
 
 class ReplicaTransfers:
     """Weights and gradients of the replicas of one plan. All ranks of the group make the same calls in order.
 
-    ``slots`` hold the experts of ``plan``, and ``bind`` is ``PlannedLayer.bind``. If transfers are split
+    ``slots`` hold the experts of ``plan``, and ``bind`` is ``LocalLayer.bind``. If transfers are split
     (``splits``), a part of the weights travels beside the experts of the layer before. ``waiting`` returns a
     context manager that is entered around waits for transfers.
     """
@@ -54,6 +86,7 @@ class ReplicaTransfers:
     def _begin_anew(self) -> None:
         self._prefetched = {False: False, True: False}
         self._num_users = self._num_gathered = 0
+        self._weights, self._sums = TransferState.OWNED, TransferState.CLOSED
         self._gathering: list[PendingTransfer] = []
         self._reducing: PendingTransfer | None = None
         self._totals: list[GradientTotals] = []
@@ -108,6 +141,7 @@ class ReplicaTransfers:
     def release(self) -> None:
         """Give back the memory of the weights, after a wait for the transfers that use it."""
         self.settle_gathers()
+        self._weights = self._weights.to(TransferState.OWNED, self._experts.what)
         self._num_gathered, self._addition = 0, None
         self.slots.close_weights()
 
@@ -147,6 +181,7 @@ class ReplicaTransfers:
             transfer = self._transfer(layout.sizes, elements)
         else:
             transfer = self._bind(self._addition, layout.sizes, layout.dtype, elements)
+        self._weights = self._weights.to(TransferState.GATHERING, self._experts.what)
         if self.slots.room is not None:
             self.slots.room.take(self.give_way)
         self.slots.open_weights()
@@ -154,7 +189,9 @@ class ReplicaTransfers:
         # Owners send from their Parameters. Every rank waits for gathers before the optimizer writes to them:
         # in the passes, also if it only sends, and at last in HomeGradients.finish().
         contents = {
-            e: [one.detach().contiguous() for one in owned[e]] if e in owned else held[e].split(layout.sizes)
+            e: [weight.detach().contiguous() for weight in owned[e]]
+            if e in owned
+            else held[e].split(layout.sizes)
             for e in (*transfer.shared_experts, *transfer.received_experts)
         }
         self._gathering.append(transfer.start_all_gather(contents, self._puts))
@@ -167,24 +204,27 @@ class ReplicaTransfers:
             for pending in self._gathering:
                 pending.wait()
         self._gathering.clear()
+        if self.is_gathered:
+            self._weights = self._weights.to(TransferState.PRESENT, self._experts.what)
 
     # Gradients.
 
     def open_sums(self) -> None:
         """Provide the memory to which the backward pass of the experts adds the replicas' gradients."""
         self.settle()
+        self._sums = self._sums.to(TransferState.OPEN, self._experts.what)
         self.slots.open_sums()
 
     def add_gradients(self) -> None:
         """Add what a complete backward pass has left to the sums."""
+        self._sums = self._sums.to(TransferState.OPEN, self._experts.what)
         self._experts.await_gradients()
         self.slots.add_gradients()
 
     @traced("reduce gradients")
     def reduce(self, dtype: torch.dtype) -> None:
         """Start SparseReduceScatter of the present sums; they travel in ``dtype``, equal on all ranks."""
-        self.settle()
-        self.slots.open_sums()  # A replica may have had no rows.
+        self.open_sums()  # A replica may have had no rows.
         self._experts.await_gradients()
         numel, owned, sums = self.slots.layout.numel, self._experts.parameters, self.slots.sums()
         transfer = self._transfer([numel], range(numel))
@@ -194,9 +234,10 @@ class ReplicaTransfers:
         self._totals = [*totals.values()]
         self._reducing = transfer.start_reduce_scatter(
             {expert: [total] for expert, total in sums.items()},
-            {expert: one.tensors for expert, one in totals.items()},
+            {expert: of_expert.tensors for expert, of_expert in totals.items()},
             dtype=dtype,
         )
+        self._sums = self._sums.to(TransferState.TRAVELLING, self._experts.what)
 
     def settle(self) -> None:
         """Wait until the gradients on their way are in the owners', and give back the sums' memory."""
@@ -205,8 +246,9 @@ class ReplicaTransfers:
         with self._waiting():
             self._reducing.wait()
         self._reducing = None
-        for one in self._totals:
-            one.write()
+        for totals in self._totals:
+            totals.write()
+        self._sums = self._sums.to(TransferState.CLOSED, self._experts.what)
         self.slots.close_sums()
 
     def drop(self) -> None:
@@ -218,40 +260,3 @@ class ReplicaTransfers:
         self._begin_anew()
         self.slots.close_weights()
         self.slots.close_sums()
-
-
-def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """``main_grad`` of a Parameter, or ``grad`` without Megatron's DDP; ``None`` if it has no gradient."""
-    main_grad = getattr(parameter, "main_grad", None)
-    return parameter.grad if main_grad is None else main_grad
-
-
-def gradient_to_fill(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """The gradient of a Parameter, which becomes zeros if there is none; ``None`` if it is frozen."""
-    if not parameter.requires_grad:
-        return None
-    if gradient_of(parameter) is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return gradient_of(parameter)
-
-
-class GradientTotals:
-    """The gradients of one expert as contiguous tensors that a transfer adds to: themselves if they are.
-
-    With a ``dtype``, they are the gradients if they have it. Those of frozen Parameters are on ``meta``.
-    """
-
-    def __init__(self, parameters: ExpertParameters, dtype: torch.dtype | None = None) -> None:
-        self.gradients = [gradient_to_fill(parameter) for parameter in parameters]
-        self.tensors = [
-            torch.empty_like(parameter, device="meta")
-            if one is None
-            else one.to(dtype or one.dtype).contiguous()
-            for parameter, one in zip(parameters, self.gradients, strict=True)
-        ]
-
-    def write(self) -> None:
-        """Copy the totals that are not the gradients themselves into the gradients."""
-        for gradient, total in zip(self.gradients, self.tensors, strict=True):
-            if gradient is not None and total is not gradient:
-                gradient.copy_(total)

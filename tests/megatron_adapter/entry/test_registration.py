@@ -6,8 +6,9 @@ import warnings
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.entry import launcher, registration
-from megatron_fssdp.megatron_adapter.entry.launcher import report, show_warnings_once
+from megatron_fssdp.megatron_adapter.entry import bad_input, registration
+from megatron_fssdp.megatron_adapter.entry.bad_input import report
+from megatron_fssdp.megatron_adapter.entry.launcher import show_warnings_once
 
 
 def test_a_process_without_a_launcher_gets_the_launch_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +49,8 @@ def test_the_first_rank_of_a_node_is_the_first_to_print_an_error(
     """torchrun ends a node's ranks when one ends. An error that the first one does not have is not lost."""
     waited: list[float] = []
     monkeypatch.setattr(os, "environ", {"RANK": rank, "LOCAL_RANK": local})
-    monkeypatch.setattr(launcher.time, "sleep", waited.append)
-    monkeypatch.setattr(launcher.socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(bad_input.time, "sleep", waited.append)
+    monkeypatch.setattr(bad_input.socket, "gethostname", lambda: "node1")
     report(ConfigurationError("slots: got -1"))
     assert waited == [60.0] * (local != "0")
     assert capsys.readouterr().err == f"[fssdp] error{place}: slots: got -1\n"

@@ -288,16 +288,17 @@ def train_under(
 ) -> list[Trained]:
     """Train in one process under one strategy after another; each has a model of its own."""
     import megatron_fssdp
-    from megatron_fssdp.runtime.layers.planned_layer import PlannedLayer
+    from megatron_fssdp.megatron_adapter.wrapping import wrap
+    from megatron_fssdp.runtime.layers.pass_binder import PassBinder
 
     made, results = list[int](), []
-    make = PlannedLayer._make
 
-    def counting(self: Any, plan: Any, *given: Any, **more: Any) -> Any:
+    def counting(make: Any, self: Any, plan: Any, *given: Any, **more: Any) -> Any:
         made.append(plan.placement.num_replicas)
         return make(self, plan, *given, **more)
 
-    PlannedLayer._make = counting  # type: ignore[method-assign]
+    for method in ("for_iteration", "for_micro_batch"):
+        wrap(PassBinder, method, counting)
     for name, settings in strategies:
         attachment = megatron_fssdp.attach(name, settings)
         host: Any = Host(**options)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.slots.replica_transfers import gradient_of
+from megatron_fssdp.runtime.slots.gradient_totals import gradient_of
 
 from .small_config import build_layer, moe_config
 
@@ -75,8 +75,8 @@ def _compare(rank: int, row: Row) -> Found:
     ours.load_state_dict(stock.state_dict())
     ours.config.overlap_moe_expert_parallel_comm = row.in_segments
     found, used, maps = Found(), [], []
-    bind, remap = ours.slot_layer.on_pass, ours.slot_layer.remap
-    ours.slot_layer.on_pass = lambda one: (used.append(one), bind(one))
+    bind, remap = ours.slot_layer.passes.on_pass, ours.slot_layer.remap
+    ours.slot_layer.passes.on_pass = lambda one: (used.append(one), bind(one))
     ours.slot_layer.remap = lambda *routing: maps.append(remap(*routing)) or maps[-1]
     for layer in (stock, ours) if rank in row.silent else ():
         layer.route = partial(_select_nothing, layer)

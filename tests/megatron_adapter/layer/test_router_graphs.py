@@ -52,7 +52,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
     """Replay a graph of preprocessing twice in each of two iterations: its tensors, and what is counted."""
     layer, hidden = _captured_layer(rank, world_size)
     slots, clock, dispatcher = layer.slot_layer, layer.slot_layer.clock, layer.token_dispatcher
-    slots.reset()
+    slots.lifecycle.reset()
     sums = slots.counts._rows_W[0], slots.counts._spread.sums
     addresses, counted, spread = set(), [], []
     for _ in range(2):
@@ -62,7 +62,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
             probs, routing_map = layer.router(hidden)
             slots._is_counted = False
             slots.plan_iteration()
-            slots._use(slots.shared)
+            slots.passes.use(slots.passes.shared)
             slot_map, slot_probs = slots.remap(routing_map, probs)
             rows, row_probs = dispatcher.dispatch_preprocess(hidden, slot_map, slot_probs)
             sums[0].add_(slot_map.any(dim=1).sum())
@@ -70,12 +70,12 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
             layer.cudagraph_tensor_store.set(hidden_states=rows, probs=row_probs)
             layer(hidden)[0].sum().backward()
             layer.cudagraph_tensor_store.clear()
-        shared = slots.counts.to_share(slots.shared)
+        shared = slots.counts.to_share(slots.passes.shared)
         addresses.add((slots.counts._rows_W[0].data_ptr(), slots.counts._spread.sums.data_ptr()))
         counted.append(int(shared[0]))
         spread.append(int(shared[-1]))
         slots.gradients.finish()
-        slots.end_iteration()
+        slots.lifecycle.end_iteration()
     return addresses, counted, spread
 
 
@@ -83,16 +83,16 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
     """Capture with the slots of the first plan; replay with those of later plans, as the graph would."""
     layer, hidden = _captured_layer(rank, world_size)
     slots, clock = layer.slot_layer, layer.slot_layer.clock
-    dispatcher, table = layer.token_dispatcher, slots._in_use.shares.numbers
+    dispatcher, table = layer.token_dispatcher, slots.passes.in_use.shares.numbers
     attributes = list(dispatcher.valid_cudagraph_attrs)
     differences, plans = [], set()
     for hot in range(3):
         clock.driven, clock.trains, clock.num_micro_batches = True, True, 1
         slots.history.append(1 + 99 * np.eye(EXPERTS, dtype=np.int64)[[hot] * world_size])
         wanted, _ = layer(hidden)
-        plans.add(slots.plan.digest())
+        plans.add(slots.passes.plan.digest())
         assert layer.token_dispatcher is dispatcher
-        assert slots._in_use.shares.numbers is table
+        assert slots.passes.in_use.shares.numbers is table
         # What a replay computes: the same operations on the same tensors.
         probs, routing_map = layer.router(hidden)
         rows, row_probs = dispatcher.dispatch_preprocess(hidden, *slots.remap(routing_map, probs))
@@ -104,7 +104,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         differences.append(float((got - wanted).abs().max()))
         wanted.sum().backward()
         slots.gradients.finish()
-        slots.end_iteration()
+        slots.lifecycle.end_iteration()
     return bool(attributes), differences, len(plans)
 
 

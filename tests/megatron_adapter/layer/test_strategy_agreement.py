@@ -4,7 +4,6 @@ The simulator replays the recorded loads with the same costs, which are planted 
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +53,10 @@ def prepare() -> None:
 
     def plant(layers: Any, *_: Any, **__: Any) -> None:
         for layer in layers:
-            layer.context, layer.stopwatch = replace(layer.context, profile=PROFILE), None
+            layer.lifecycle.set_profile(PROFILE)
 
     def note_plan(travel: Any, self: SlotLayer) -> None:
-        plan = self._in_use.plan  # of the only micro-batch of an iteration
+        plan = self.passes.in_use.plan  # of the only micro-batch of an iteration
         has_replicas = plan.placement.num_replicas > 0
         life = plan.life.value if has_replicas else None
         note((life, plan.gather_ahead and has_replicas, self.groups.transfers is not None))

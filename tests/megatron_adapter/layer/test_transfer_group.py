@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives import transfer_lanes
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.layer.moe_layer import _install_beginning
 from megatron_fssdp.megatron_adapter.layer.strategy_session import (
@@ -138,14 +139,14 @@ def test_a_layer_begins_with_its_gather_and_parts_of_attention_are_points_if_the
     monkeypatch: pytest.MonkeyPatch, one_queue: bool
 ) -> None:
     group, order = object(), []
-    monkeypatch.setattr(slot_layer, "advance_transfers", lambda of: order.append(("point", of is group)))
-    slots: Any = SimpleNamespace(
-        groups=SimpleNamespace(transfers=group, one_queue=one_queue), mark=lambda *_: None
-    )
+    lane = SimpleNamespace(advance=lambda: order.append("point"))
+    monkeypatch.setattr(transfer_lanes, "_stream_lanes", {group: {"weights": lane}})
+    slots: Any = SimpleNamespace(groups=SimpleNamespace(one_queue=one_queue), mark=lambda *_: None)
+    slots.lifecycle, slots._queue = SimpleNamespace(begin_chunk=lambda *, is_first: None), group
     slots.advance_transfers = partial(slot_layer.SlotLayer.advance_transfers, slots)
     slots.launch = lambda hidden: order.append("gather")
     moe: Any = SimpleNamespace(slot_layer=slots)
-    layer, points = FakeLayer(), [("point", True)] * (2 if one_queue else 0)
+    layer, points = FakeLayer(), ["point"] * (2 if one_queue else 0)
     _install_beginning(cast(Any, layer), moe, True)
     output = layer(torch.ones(1, 2, requires_grad=True))
     assert order == ["gather", *points]

@@ -13,6 +13,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
+from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -70,14 +71,14 @@ def evaluations_correct_nothing(rank: int, world_size: int) -> None:
     runtime.begin_iteration(2)
     planned = slots.plan_iteration()
     evaluate()
-    assert slots.plan is planned
+    assert slots.passes.plan is planned
     assert planned.corrects
     run.forward(run.draw())[0].sum().backward()
-    corrected = slots.plan
+    corrected = slots.passes.plan
     assert corrected is not planned
     evaluate()
     run.forward(run.draw())[0].sum().backward()
-    assert slots.plan is corrected
+    assert slots.passes.plan is corrected
     runtime.finish_gradients()
     runtime.end_iteration()
 
@@ -164,7 +165,7 @@ def counts_arrive(rank: int, world_size: int) -> None:
     run.forward(batch)[0].sum().backward()
     run.runtime.finish_gradients()
     run.runtime.end_passes()
-    assert not any(layer.slots.load.counts_DE.any() for layer in run.layers)
+    assert not any(layer.slots.lifecycle.load.counts_DE.any() for layer in run.layers)
     loads = run.runtime.end_iteration()
     for load, routing_map in zip(loads, batch.map_L, strict=True):
         assert load.counts_DE.sum(axis=0).tolist() == routing_map.sum(0).tolist()
@@ -203,7 +204,7 @@ def drop(rank: int, world_size: int) -> list[int]:
                 run.runtime.reset_gradients()
             else:
                 run.runtime.begin_iteration(1)
-        assert (run.layers[1].slots.plan is None) == (how == "own")
+        assert (run.layers[1].slots.passes.plan is None) == (how == "own")
     return awaited[1:]
 
 
@@ -263,7 +264,7 @@ def build_wrongly(rank: int, world_size: int) -> None:
     uneven = {**parameters, next(iter(parameters)): [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
     for experts, num_layouts in (({}, 0), (uneven, 2)):
         with pytest.raises(ValueError, match=f"layer 7: got {num_layouts} expert layouts .*layout argument"):
-            SlotLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), strategy)
+            LocalLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), strategy)
 
 
 def test_parameters_that_do_not_fit_are_refused() -> None:

@@ -37,7 +37,7 @@ class Shared(DrawnPlacements):
 def iterate(run: CaseRun) -> list[bytes]:
     run.runtime.begin_iteration(1)
     run.forward(run.draw())[0].sum().backward()
-    digests = [layer.slots.shared.digest for layer in run.layers]
+    digests = [layer.slots.passes.shared.digest for layer in run.layers]
     run.runtime.finish_gradients()
     run.runtime.end_passes()
     run.runtime.end_iteration()
@@ -77,7 +77,7 @@ def share_by_turns(rank: int, world_size: int) -> None:
             slots.prepare_capture(training=True)
             with pytest.raises(RuntimeError, match="at least one warm-up"):
                 slots.prepare_capture(training=False)
-        assert run.layers[1].slots.plan == run.layers[1].slots.context.owners_only
+        assert run.layers[1].slots.passes.plan == run.layers[1].slots.context.owners_only
     run.strategy.fails_at = 2
     with pytest.raises(ValueError, match="no plan for this layer"):
         iterate(run)

@@ -105,7 +105,7 @@ def run_unequally(rank: int, world_size: int, num_before: int) -> str:
     run.forward(run.draw())[0].sum().backward()
     slots = run.layers[1].slots
     if rank == 1:
-        slots.counts.open(slots.shared, slots.experts.device)
+        slots.counts.open(slots.passes.shared, slots.experts.device)
     run.runtime.finish_gradients()
     run.runtime.end_passes()
     with pytest.raises(RuntimeError) as error:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_fssdp.collectives.transfer_lanes import StreamTransfer
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
-from megatron_fssdp.runtime.layers import planned_layer
+from megatron_fssdp.runtime.layers import local_layer
 from megatron_fssdp.testing import RankError, run_ranks
 from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD
 from tests.support.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
@@ -77,7 +77,7 @@ def run_cases(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[st
             device = patches.enter_context(virtual_rank(case))
             patches.enter_context(mock.patch.object(StreamTransfer, "issue", counting))
             if case.one_queue:
-                patches.enter_context(mock.patch.object(planned_layer, "message_rule", return_value=small))
+                patches.enter_context(mock.patch.object(local_layer, "message_rule", return_value=small))
             result = CaseRun(case).run()
             torch.cuda.synchronize()
         found[case.name] = Found(result.errors, unknown_findings(device), later[0])

@@ -66,7 +66,7 @@ def take_turns(rank: int, world_size: int) -> tuple[list[bool], str, int]:
     run.runtime.begin_iteration()
     first, second = (layer.slots for layer in run.layers)
     first.plan_iteration(), second.plan_iteration()
-    one, other = first._transfers, second._transfers
+    one, other = first.passes.shared.transfers, second.passes.shared.transfers
     assert one is not None
     assert other is not None
     there = []

@@ -1,21 +1,42 @@
+"""The states of a plan's transfers: which may follow which, and what a pass out of turn is told."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
-from megatron_fssdp.runtime.slots.replica_transfers import GradientTotals
+from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers, TransferState
 
 
-def test_what_is_added_to_totals_is_in_the_gradients_also_if_these_are_not_contiguous() -> None:
-    plain, turned, frozen = (
-        torch.nn.Parameter(x) for x in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2))
-    )
-    plain.grad, frozen.requires_grad = torch.full((2, 3), 5.0), False
-    one = GradientTotals((plain, turned, frozen))
-    assert one.tensors[0] is plain.grad
-    assert all(total.is_contiguous() for total in one.tensors)
-    for total in one.tensors[:2]:
-        total.view(-1).add_(torch.arange(6.0))
-    assert one.tensors[2].is_meta
-    one.write()
-    assert turned.grad is not None
-    assert torch.equal(plain.grad - 5, torch.arange(6.0).view(2, 3))
-    assert torch.equal(turned.grad, torch.arange(6.0).view(2, 3))
-    assert frozen.grad is None
+def test_weights_and_sums_go_around_circles_of_their_own() -> None:
+    for circle in (("OWNED", "GATHERING", "PRESENT"), ("CLOSED", "OPEN", "TRAVELLING")):
+        states = [TransferState[name] for name in circle]
+        for state, new in zip(states, states[1:] + states[:1], strict=True):
+            assert state.to(new, "layer 3") is new
+        for state in states:
+            for other in set(TransferState) - set(states):
+                with pytest.raises(RuntimeError, match="layer 3"):
+                    state.to(other, "layer 3")
+
+
+def test_gradients_of_a_pass_whose_sums_are_on_their_way_are_refused() -> None:
+    """Added to memory that is being sent, they would be lost."""
+
+    class Started:
+        received_experts, shared_experts = (), ()
+        wait = start_reduce_scatter = lambda *_, **__: started
+
+    started = Started()
+    plan: Any = SimpleNamespace(rematerialize=True, transfer=None)
+    nothing = dict.fromkeys(("open_sums", "close_sums", "add_gradients"), lambda: None)
+    layout = SimpleNamespace(numel=2, dtype=torch.float32)
+    slots: Any = SimpleNamespace(room=None, layout=layout, sums=dict, **nothing)
+    experts: Any = SimpleNamespace(what="layer 3", await_gradients=lambda: None, parameters={})
+    transfers = ReplicaTransfers(plan, slots, experts, lambda *_: started)  # type: ignore[arg-type, return-value]
+    for _ in range(2):
+        transfers.open_sums()
+        transfers.add_gradients()
+        transfers.reduce(torch.float32)
+        with pytest.raises(RuntimeError, match=r"layer 3: .* OPEN while TRAVELLING, wanted CLOSED"):
+            transfers.add_gradients()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_fssdp.collectives.device_clock import elapsed_s
+from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.remap.exact_shares import Holders, exact_ends_ED, remap_exactly
@@ -51,6 +52,7 @@ class ShareTable:
             np.concatenate([slots.expert_DU.reshape(-1), by_number(table_JE).reshape(-1)])
         )
 
+    @traced("remap")
     def remap(
         self, routing_map: Tensor, probs: Tensor, gather: Gather, counts_W: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -92,6 +94,7 @@ class ExactShares:
         parts = zip(numbers.split([one.size for one in arrays]), arrays, strict=True)
         return cls(slots.num_slots, source, None, tuple(part.view(one.shape) for part, one in parts))
 
+    @traced("remap")
     def remap(
         self, routing_map: Tensor, probs: Tensor, gather: Gather, counts_W: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

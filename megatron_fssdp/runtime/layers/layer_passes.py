@@ -1,0 +1,200 @@
+"""Says which pass serves a micro-batch: the iteration's, one of its own, or one outside of iterations.
+
+Shape letters: T tokens, D devices, E experts.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
+from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
+from megatron_fssdp.runtime.layers.local_layer import LocalLayer
+from megatron_fssdp.runtime.layers.pass_binder import PassBinder
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.slots.autograd_points import in_backward
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+
+
+class LayerPasses:
+    """The passes of one layer.
+
+    The plan of an iteration does not change until it ends, except for one correction with the first
+    micro-batch by strategies that ask for it. All micro-batches and recomputed forward passes use its pass
+    ``shared``, unless a plan is made for each micro-batch. ``on_pass`` is called when a pass comes into use:
+    the caller binds its dispatcher and its experts to the slots. ``before`` are the passes of the MoE layer
+    before this one on this rank.
+    """
+
+    def __init__(
+        self,
+        local: LocalLayer,
+        planner: LayerPlanner,
+        binder: PassBinder,
+        before: "LayerPasses | None",
+        on_pass: Callable[[SlotPass], object],
+    ) -> None:
+        self.local, self._planner, self._binder = local, planner, binder
+        self._before, self.on_pass = before, on_pass
+        self.shared: SlotPass | None = None  # of the iteration, once it is planned
+        self.own: list[SlotPass] = []  # of single micro-batches, whose gradients are not home
+        self.in_use: SlotPass  # of the running forward pass, from :meth:`choose` on
+        # In iterations, all passes are ``in_use``, whatever their routing is.
+        self.is_settled = False
+        self.is_alone = local.context.num_devices == 1
+        self._is_bound, self._may_correct = False, True
+        self._outside: tuple[LayerContext, SlotPass] | None = None
+        self._warm = set[bool]()  # forms of a captured pass, counted or not, whose kernels are loaded
+
+    @property
+    def plan(self) -> LayerPlan | None:
+        """Plan of the running iteration, as far as it is made."""
+        return None if self.shared is None else self.shared.plan
+
+    def plan_iteration(self, *, is_captured: bool = False) -> SlotPass:
+        """The pass of the running iteration. Its plan is made, if it does not exist."""
+        if self.shared is None:
+            plan = self._planner.plan_iteration(is_captured=is_captured)
+            self.shared = self._binder.for_iteration(plan, self._planner.forecast(plan))
+            self.use(self.shared)
+        return self.shared
+
+    def choose(self, routing_map: torch.Tensor | None) -> None:
+        """Let the pass of the micro-batch with this routing map, bool ``[T, E]``, come into use.
+
+        The map is ``None`` if a CUDA graph made it.
+        """
+        clock = self.local.clock
+        if not (self.is_alone or clock.driven):
+            self._is_bound = False
+            self.use(self._outside_pass(routing_map))
+            return
+        chosen = self.plan_iteration()
+        if routing_map is not None and chosen.plan.each_micro_batch and not self.is_alone:
+            chosen = self._own_pass(routing_map, chosen)
+        # An evaluation does not change the plan of the iteration.
+        elif routing_map is not None and self._may_correct and chosen.plan.corrects and clock.trains:
+            self._may_correct = False
+            chosen = self.shared = self._corrected(routing_map, chosen)
+        self.use(chosen)
+
+    def choose_to_capture(self, *, is_counted: bool) -> None:
+        """Let the pass for a CUDA graph that is captured come into use.
+
+        Raises:
+            RuntimeError: No pass before the capture has compiled and loaded the kernels that it launches.
+        """
+        self.use(self.plan_iteration(is_captured=True))
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self._warm.add(is_counted)
+        elif is_counted not in self._warm:
+            raise RuntimeError(
+                f"{self.local.experts.what}: got the capture of a CUDA graph without a pass before it, in "
+                "which kernels are loaded; give make_graphed_callables() at least one warm-up iteration"
+            )
+
+    def use(self, slot_pass: SlotPass) -> None:
+        """Let a pass come into use, unless it is."""
+        if self._is_bound and slot_pass is self.in_use:
+            return
+        plan, local = slot_pass.plan, self.local
+        # Expert-parallel groups with copies of the same experts plan other replicas. If one of them can have
+        # some, gradients are late in all of them: all ranks must start their data-parallel reductions in one
+        # order. In steps, the gradients of an owned expert arrive in several parts.
+        slot_pass.is_late = (
+            slot_pass.has_gradients
+            or (plan.in_steps and not self.is_alone)
+            or local.strategy.may_replicate(local.context.layer)
+        )
+        self.is_settled = slot_pass is self.shared and not (plan.each_micro_batch or plan.corrects)
+        self.in_use, self._is_bound = slot_pass, True
+        self.on_pass(slot_pass)
+
+    def gather_ahead(self) -> None:
+        """Start to gather the weights of the iteration's replicas for a forward pass."""
+        self._await_parameters()
+        if self.shared is not None and self.shared.transfers is not None and self.shared.plan.gather_ahead:
+            self.shared.transfers.prefetch(backward=False)
+
+    def gather_first_part(self) -> None:
+        """Start to gather the part of the weights that runs beside the experts of the layer before."""
+        if self.local.clock.driven:
+            self._await_parameters()
+            if self.shared is not None and self.shared.transfers is not None:
+                self.shared.transfers.gather_first_part()
+
+    def prefetch_before(self) -> None:
+        """Gather the weights of the layer before again, beside the compute between the layers."""
+        shared = None if self._before is None or self.local.is_first else self._before.shared
+        transfers = None if shared is None else shared.transfers
+        if transfers is not None and transfers.plan.rematerialize and transfers.plan.gather_ahead:
+            transfers.prefetch(backward=True)
+
+    def _await_parameters(self) -> None:
+        # Ranks with copies of the same experts gather them together, and their plans differ. So the places of
+        # these calls must not depend on a plan.
+        if self.local.groups.transfers is not None:
+            self.local.experts.await_parameters()
+
+    def give_back(self, own: SlotPass) -> None:
+        """End the pass of a single micro-batch."""
+        self.own.remove(own)
+        self._binder.give_back(own)
+
+    def begin_anew(self) -> None:
+        """Drop the weights and gradients of the iteration's replicas."""
+        self._may_correct = True
+        if self.shared is not None and self.shared.transfers is not None:
+            self.shared.transfers.drop()
+
+    def forget(self) -> None:
+        """Forget the plan of the iteration."""
+        self.shared, self.is_settled, self._is_bound = None, False, False
+        self.local.planned = None
+
+    def _outside_pass(self, routing_map: torch.Tensor | None) -> SlotPass:
+        if routing_map is None:
+            raise RuntimeError(
+                f"{self.local.experts.what}: got a pass outside of iterations whose routing a CUDA graph "
+                "made, wanted one by Megatron's schedule; run it by get_forward_backward_func()"
+            )
+        context = self.local.context
+        if self._outside is None or self._outside[0] is not context:
+            self._outside = context, self._binder.for_iteration(context.owners_only, is_kept=False)
+        return self._outside[1]
+
+    def _own_pass(self, routing_map: torch.Tensor, shared: SlotPass) -> SlotPass:
+        self._await_parameters()
+        counts_DE = self._planner.host_counts(routing_map)
+        # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots.
+        own = self._to_recompute(counts_DE) if in_backward() else None
+        if own is None:
+            plan = self._planner.plan_after_gate(counts_DE, shared.plan, 1)
+            own = self._binder.for_micro_batch(plan, counts_DE)
+            self.own.append(own)
+        own.is_recomputed = in_backward()
+        return own
+
+    def _to_recompute(self, counts_DE: np.ndarray) -> SlotPass | None:
+        """The pass of the first micro-batch with these counts whose backward pass has yet to recompute it."""
+        for own in self.own:
+            known_DE = None if own.is_over or own.is_recomputed else own.counts_DE
+            if known_DE is not None and np.array_equal(known_DE, counts_DE):
+                return own
+        return None
+
+    def _corrected(self, routing_map: torch.Tensor, before: SlotPass) -> SlotPass:
+        """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""
+        counts_DE = self._planner.host_counts(routing_map)
+        plan = self._planner.plan_after_gate(counts_DE, before.plan)
+        if plan is before.plan:
+            return before
+        is_gathered = before.transfers is not None and before.transfers.is_gathered
+        if before.transfers is not None and is_gathered:
+            before.transfers.await_weights()
+        after = self._binder.for_iteration(plan, counts_DE)
+        if is_gathered and after is not before and not plan.rematerialize and after.transfers is not None:
+            placements = before.plan.placement, plan.placement
+            after.transfers.add(additional_transfer(*placements, self.local.context.topology))
+        return after

@@ -1,0 +1,159 @@
+"""Puts the experts of one layer's plans into slots: which expert is where, its Parameters, and its tokens.
+
+Shape letters: D devices, E experts, U slots of a device.
+"""
+
+import numpy as np
+import torch
+
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
+from megatron_fssdp.planning.slot_tables import SlotTable
+from megatron_fssdp.runtime.layers.local_layer import LocalLayer
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
+from megatron_fssdp.runtime.slots.node_slots import SlotRoom
+from megatron_fssdp.runtime.slots.remap.reference import sent_to
+from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
+from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
+from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
+from megatron_fssdp.strategies.layer_plan import LayerPlan
+
+
+class PassBinder:
+    """Makes the passes of plans.
+
+    Passes of an iteration share one set of replica slots. A pass of a single micro-batch takes a set of its
+    own, so that several micro-batches can be in flight, and gives it back. ``least_slots`` replica slots
+    exist from the start, and further ones are added when a plan needs them. The slots of a device are a
+    multiple of ``slot_multiple``; empty slots are added.
+    """
+
+    def __init__(self, local: LocalLayer, *, least_slots: int = 0, slot_multiple: int = 1) -> None:
+        self._local = local
+        self._num_replica_slots, self._slot_multiple = least_slots, slot_multiple
+        self._last_made: tuple[object, SlotPass] | None = None
+        self._shared_slots: dict[bool, ReplicaSlots] = {}  # in a room, or not
+        self._spare_slots: list[ReplicaSlots] = []
+        self._table: torch.Tensor | None = None
+
+    @torch.inference_mode(False)  # An evaluation may make tensors that training uses later.
+    def for_iteration(
+        self, plan: LayerPlan, counts_DE: np.ndarray | None = None, *, is_kept: bool = True
+    ) -> SlotPass:
+        """The pass for all micro-batches of an iteration; if it is not kept, what iterations keep stays.
+
+        If the plan's dispatch depends on counts, tokens are shared out by ``counts_DE``, int64 ``[D, E]``.
+        """
+        local, digest = self._local, plan.digest()
+        self._make_room(plan)
+        room = self._room_for(plan)
+        width, first, messages = self._num_replica_slots, local.is_first, local.messages
+        key = (digest, width, local.experts, local.groups, first, messages, room)
+        # Plans often stay from one iteration to the next.
+        if not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
+            return self._last_made[1]
+        made = self._make(plan, digest, counts_DE, room, is_kept=is_kept)
+        if is_kept:
+            self._last_made = key, made
+        return made
+
+    @torch.inference_mode(False)
+    def for_micro_batch(self, plan: LayerPlan, counts_DE: np.ndarray) -> SlotPass:
+        """The pass for one micro-batch, whose counts are int64 ``[D, E]``."""
+        self._make_room(plan)
+        return self._make(plan, plan.digest(), counts_DE, is_shared=False)
+
+    def give_back(self, own: SlotPass) -> None:
+        """Take back the replica slots of a pass of one micro-batch, and the memory of their contents."""
+        if own.transfers is not None:
+            own.transfers.drop()
+            self._spare_slots.append(own.transfers.slots)
+
+    def _make(
+        self,
+        plan: LayerPlan,
+        digest: bytes,
+        counts_DE: np.ndarray | None,
+        room: SlotRoom | None = None,
+        *,
+        is_shared: bool = True,
+        is_kept: bool = False,
+    ) -> SlotPass:
+        local, experts, transfers = self._local, self._local.experts, None
+        slots = SlotTable.of(plan.placement, self._num_replica_slots, self._slot_multiple)
+        expert_U, parameters = slots.expert_DU[local.groups.device].tolist(), experts.all_parameters
+        replicas_U = [u for u, e in enumerate(expert_U) if e >= 0 and e not in experts.parameters]
+        if len(plan.transfer.table) and not plan.resident:
+            replicas = self._take_slots(is_shared, room)
+            sums = experts.layout().dtype if plan.sums_one_pass else None
+            replicas.hold([expert_U[u] for u in replicas_U], sums)
+            parameters = {**{e: replicas.parameters(e) for e in replicas.experts}, **parameters}
+            splits = plan.is_split and not local.is_first
+            transfers = ReplicaTransfers(
+                plan, replicas, experts, local.bind, splits=splits, waiting=local.timer.waiting
+            )
+        parameters_U = [None if expert < 0 else parameters[expert] for expert in expert_U]
+        made = SlotPass(plan, digest, slots, parameters_U, replicas_U, None, transfers, is_shared=is_shared)
+        if not is_shared:
+            made.counts_DE = counts_DE
+        if made.counts_DE is not None and local.groups.expert_tensor_parallel is None:
+            self._share_out_exactly(made, made.counts_DE)
+        else:
+            made.shares = self._shares(plan, slots, counts_DE, is_kept)
+        return made
+
+    def _share_out_exactly(self, made: SlotPass, counts_DE: np.ndarray) -> None:
+        here, topology, slots = self._local.groups.device, self._local.context.topology, made.slots
+        quotas_ED = made.plan.dispatch(counts_DE, topology).whole_tokens_ED
+        tokens = whole_tokens(counts_DE, quotas_ED, topology, here)
+        made.splits = KnownSplits.of(tokens, slots.expert_DU[here])
+        if not slots.are_experts:
+            made.shares = Intervals.of(tokens.sent_ED, slots, self._device)
+
+    def _shares(
+        self, plan: LayerPlan, slots: SlotTable, counts_DE: np.ndarray | None, is_kept: bool
+    ) -> ShareTable | ExactShares | None:
+        topology, here, device = self._local.context.topology, self._local.groups.device, self._device
+        if plan.dispatch_policy == "exact" and plan.placement.num_replicas:
+            return ExactShares.of(slots, topology, here, device)
+        if slots.are_experts:
+            return None
+        host = ShareTable.packed(source_table(plan, slots, topology, here, counts_DE), slots)
+        return ShareTable(self._on_device(host, is_kept), slots.num_slots, slots.num_experts)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._local.experts.device
+
+    def _on_device(self, host: torch.Tensor, is_kept: bool) -> torch.Tensor:
+        """A share table on the device. Passes with as many slots have the same tensor, for CUDA graphs."""
+        if not is_kept:
+            return sent_to(host, self._device)
+        if self._table is None or self._table.shape != host.shape:
+            self._table = torch.empty_like(host, device=self._device)
+        is_pinned = self._device.type == "cuda"
+        return self._table.copy_(host.pin_memory() if is_pinned else host, non_blocking=True)
+
+    def _make_room(self, plan: LayerPlan) -> None:
+        # Twice as many each time, so that this happens rarely.
+        if (num_replicas := int(plan.placement.replicas_per_device_D.max())) > self._num_replica_slots:
+            twice = 1 << (num_replicas - 1).bit_length()
+            self._num_replica_slots = min(
+                twice, max(num_replicas, self._local.strategy.slots(self._local.context))
+            )
+
+    def _room_for(self, plan: LayerPlan) -> SlotRoom | None:
+        """Slots of the node for a plan whose replicas live for a pass, so that one layer needs them."""
+        node = self._local.groups.node
+        if node is None or plan.is_split or not (plan.rematerialize and len(plan.transfer.table)):
+            return None
+        return node.room(self._local.experts.layout(), self._num_replica_slots, self._device)
+
+    def _take_slots(self, is_shared: bool, room: SlotRoom | None) -> ReplicaSlots:
+        known = self._shared_slots.get(room is not None) if is_shared else None
+        if self._spare_slots and not is_shared:
+            return self._spare_slots.pop()
+        if known is None or known.room is not room:
+            known = ReplicaSlots(self._local.experts.layout(), self._device, room)
+        if is_shared:
+            self._shared_slots[room is not None] = known
+        return known
