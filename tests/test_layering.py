@@ -120,12 +120,11 @@ FORBIDDEN = {
 }
 """Parts of the standard library that would make a plan depend on more than its arguments."""
 
-_MODEL = f"{PACKAGE}.megatron_adapter.iterations.model_iterations"
+# An import of a type alone: Parameters lead to their model, and the model looks for its optimizer by them.
 CIRCLES = {
-    (f"{PACKAGE}.megatron_adapter.iterations.{name}", _MODEL)
-    for name in ("equal_settings", "installation", "iteration_driver", "model_marks", "record_folder")
+    tuple(f"{PACKAGE}.megatron_adapter.iterations.{name}" for name in ("model_marks", "model_iterations"))
 }
-"""Imports, of a type alone, that close circles between files."""
+"""Imports that close circles between files."""
 
 # Below the adapter the global process groups stay untouched, and environment variables unread.
 NO_ENVIRONMENT = {"collectives", "runtime", "planning", "strategies", "simulation"}

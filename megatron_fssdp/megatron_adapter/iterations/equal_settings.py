@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,11 +20,9 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     profile_iterations,
 )
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
+from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
 from megatron_fssdp.planning.compiled_form import source_digest
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
-
-if TYPE_CHECKING:
-    from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 
 _SIZES = ("num_experts", "num_layers", "hidden_size", "seq_length")
 _COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
@@ -47,7 +45,7 @@ def refused_together() -> Iterator[None]:
         raise reason or ConfigurationError(first)
 
 
-def check_equal_settings(model: "ModelIterations") -> None:
+def check_equal_settings(model: HostModel) -> None:
     """Refuse, on all ranks, those with different settings or another request for boards. Collective."""
     check_equal(_facts(model))
 
@@ -67,7 +65,7 @@ def check_equal(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -
                 )
 
 
-def _facts(model: "ModelIterations") -> dict[str, Any]:
+def _facts(model: HostModel) -> dict[str, Any]:
     settings = model.settings.model_dump(mode="json")
     # Only rank 0 writes records, but all ranks measure for them.
     is_recorded = settings.pop("record_dir", None) is not None

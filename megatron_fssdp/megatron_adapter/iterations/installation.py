@@ -1,21 +1,18 @@
 """Says in which layers of a model a strategy is, before its first iteration."""
 
 import logging
-from typing import TYPE_CHECKING
 
 from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
+from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
 from megatron_fssdp.planning.compiled_form import kernel_form
-
-if TYPE_CHECKING:
-    from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 
 logger = logging.getLogger(__name__)
 
 
-def report_installation(model: "ModelIterations") -> None:
+def report_installation(model: HostModel) -> None:
     """Log one line about the layers of a model that have joined, on global rank 0. Collective."""
     session = model.session
     assert session is not None

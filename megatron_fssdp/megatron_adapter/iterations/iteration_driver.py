@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
 from megatron_fssdp.megatron_adapter.iterations.balance_report import BalanceReport
+from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
 from megatron_fssdp.megatron_adapter.iterations.memory_report import (
     expert_optimizer,
     held_replicas,
@@ -41,9 +42,6 @@ from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.decisions import StageLoads, moved_before
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-if TYPE_CHECKING:
-    from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
-
 logger = logging.getLogger(__name__)
 
 
@@ -55,7 +53,7 @@ class IterationDriver:
     ConfigurationError.
     """
 
-    def __init__(self, model: "ModelIterations", optimizer: Any, num_micro_batches: int) -> None:
+    def __init__(self, model: HostModel, optimizer: Any, num_micro_batches: int) -> None:
         assert model.session is not None
         session = self._session = model.session
         self._host, self._optimizer = model.host, optimizer

@@ -19,6 +19,7 @@ from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal_settings, refused_together
+from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.iterations.installation import report_installation
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
@@ -31,14 +32,13 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySessi
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 
-class ModelIterations:
-    """Begins, ends and drops the iterations of a model; ``session`` is ``None`` under ``none``."""
+class ModelIterations(HostModel):
+    """Begins, ends and drops the iterations of a model."""
 
     def __init__(
         self, name: str, settings: StrategySettings, host: HostSettings, session: StrategySession | None
     ) -> None:
-        self.name, self.settings, self.host, self.session = name, settings, host, session
-        self.chunks: list[Any] = []  # of this rank, as DDP wraps them
+        super().__init__(name, settings, host, session)
         self.driver: IterationDriver | None = None
         self.recorder: RunRecorder | None = None
         self._is_known = False  # The optimizer was found, and all that needs it was built.

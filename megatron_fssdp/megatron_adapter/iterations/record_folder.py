@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,15 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import HOMES, SECTIONS, RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.files import run_lock
+from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.records.metrics_file import METRICS_FILE
 from megatron_fssdp.records.run_settings import SETTINGS_FILE, write_recorded_settings
 
-if TYPE_CHECKING:
-    from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
-
 logger = logging.getLogger(__name__)
 
 
-def describe_run(asked: Path, model: "ModelIterations") -> Path:
+def describe_run(asked: Path, model: HostModel) -> Path:
     """Write ``config.yaml`` from a host's settings, and return the folder that also gets the records."""
     is_bert = any(
         type(module).__name__ == "BertModel" for chunk in model.chunks for module in chunk.modules()

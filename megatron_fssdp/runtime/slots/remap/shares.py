@@ -143,6 +143,7 @@ class Intervals:
         numbers[2, slots.slot_ED.max(axis=1)] = _LAST_END
         return cls(sent_to(torch.from_numpy(numbers), device))
 
+    @traced("remap")
     def remap(
         self, routing_map: Tensor, probs: Tensor, gather: Gather, counts_W: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
