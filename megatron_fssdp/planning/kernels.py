@@ -261,10 +261,10 @@ class Layer(Trees):
         fill_E: Hops before the last one of that path: those between nodes, shifted, plus those inside.
         is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs, so
             that every device and link counts a little.
-        most: For each node, load, pairs and moved experts of its devices, and pairs and experts of its devices
-            between nodes: highest values, or sums of eighth powers; then pairs and experts of the node. After
-            these rows comes one of a node with the expert that is out, then all nodes again if they lack it.
-            ``[2 N + 1, 7]``.
+        most: For each node, load, pairs and moved experts of its devices, then pairs and experts of its
+            devices between nodes: highest values, or sums of eighth powers; then pairs and experts of the
+            node. One more row is of a node with the expert that is out. Then come the rows of all nodes if
+            they lack it. ``[2 N + 1, 7]``.
         is_stale_N: 1 for nodes whose devices changed in the node since :meth:`price`.
         version: Rises with each change of ``busy``. In ``known_N``, the last rows of ``most`` were written.
     """
@@ -409,7 +409,7 @@ class Layer(Trees):
         return self.price_with(-1, -1)
 
     def look_at(self, node: int, row: int, expert: int) -> None:
-        """Write to a row of ``most`` what a node's devices do, with an expert that was walked; -1 for none."""
+        """Write to a row of ``most`` what a node's devices do, with a walked expert; -1 for none."""
         tokens = pairs = moved = moved_far = share = 0.0
         is_smooth, limits = self.is_smooth, self.costs.limits_devices
         num = 0

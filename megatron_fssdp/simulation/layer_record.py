@@ -3,6 +3,7 @@
 Shape letters: D devices, E experts.
 """
 
+import operator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -157,6 +158,7 @@ class LayerPrices:
     steps: SteppedExchange | None = None
     host: HostWork = field(default_factory=HostWork)
     plans_s: float = 0.0
+    _known: dict[tuple[int, int], tuple[LayerDecision, LayerRecord]] = field(default_factory=dict)
 
     def iteration(self, decided: ReplayedIteration) -> IterationRecord:
         """The record of one iteration."""
@@ -164,7 +166,7 @@ class LayerPrices:
         times = self.job.num_micro_batches // len(decided.micro_batches)
         return IterationRecord(
             micro_batches=[
-                [self._layer(index, one, times, is_first=not number) for index, one in enumerate(layers)]
+                [self._known_layer(number, index, one, times) for index, one in enumerate(layers)]
                 for number, layers in enumerate(decided.micro_batches)
             ],
             num_micro_batches=self.job.num_micro_batches,
@@ -176,6 +178,14 @@ class LayerPrices:
             bubble=self.job.bubble,
             gradient_sync_s=self._gradient_sync_s,
         )
+
+    def _known_layer(self, number: int, layer: int, decision: LayerDecision, times: int) -> LayerRecord:
+        """The record of a layer in a micro-batch: that of the last iteration if its decision is the same."""
+        known = self._known.get((number, layer))
+        if known is None or not all(map(operator.is_, known[0], decision)):
+            record = self._layer(layer, decision, times, is_first=not number)
+            known = self._known[number, layer] = decision, record
+        return known[1]
 
     def _layer(self, layer: int, decision: LayerDecision, times: int, *, is_first: bool) -> LayerRecord:
         """The record of the layer with this index among the MoE layers, in ``times`` equal micro-batches.

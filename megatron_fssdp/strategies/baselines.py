@@ -5,6 +5,7 @@ Shape letters: D devices, E experts.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import (
+    LastPlans,
     LayerContext,
     LayerPlan,
     early_share,
@@ -83,6 +85,9 @@ class QuotaStrategy(ReplicasAfterGate[QuotaSettings]):
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
         """A plan with the quotas of this micro-batch, if costs are measured and it saves modelled seconds."""
+        return self._plans.of(context, plan, counts_DE, lambda: self._quotas(context, counts_DE, plan))
+
+    def _quotas(self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan) -> LayerPlan:
         if context.profile is None:
             return plan
         slots = self.slots(context)
@@ -101,6 +106,9 @@ class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
         """A plan with the shadows of this micro-batch (FasterMoE, Alg. 1), as soon as costs are measured."""
+        return self._plans.of(context, plan, counts_DE, lambda: self._shadows(context, counts_DE, plan))
+
+    def _shadows(self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan) -> LayerPlan:
         profile = context.profile
         if profile is None:
             return plan
@@ -142,7 +150,11 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         """The plan for the last loads; without replicas until costs are known."""
         if context.profile is None or history.is_empty:
             return LayerPlan.owners_only(context)
-        counts_DE, most, left_out = history.counts_DE(0), context.num_devices - 1, self.settings.left_out
+        counts_DE = history.counts_DE(0)
+        return self._plans.of(context, None, counts_DE, lambda: self._planned(context, counts_DE))
+
+    def _planned(self, context: LayerContext, counts_DE: np.ndarray) -> LayerPlan:
+        most, left_out = context.num_devices - 1, self.settings.left_out
         cases = [0, *doubling(most)] if left_out is None else [min(left_out, most)]
         found = greedy_placements(
             *(context.owner_E, counts_DE, self._model(context), cases),
@@ -236,6 +248,7 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
         super().__init__(settings)
         self.window, self.profile_iterations = settings.window, profile_iterations()
         self.overlaps, self.resident_slots = settings.overlap, settings.slots
+        self._plans = LastPlans()
 
     def slots(self, context: LayerContext) -> int:
         """Largest number of replicas of a layer on a device."""
@@ -252,6 +265,7 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
             return present
         counts_DE = np.rint(load_DE).astype(np.int64)
 
+        @cache
         def layer_s(placement: ExpertPlacement) -> float:
             return plan_price(self._plan_of(placement, context), counts_DE, context).seconds
 
@@ -273,7 +287,9 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """A plan with the present resident replicas."""
-        return self._plan_of(context.placement, context)
+        return self._plans.of(
+            context, None, context.owner_E, lambda: self._plan_of(context.placement, context)
+        )
 
     def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
         if not placement.num_replicas:
