@@ -11,6 +11,7 @@ cdef class Trees:
     cdef const Py_ssize_t[::1] owner_E, node_D, first_N, member_D
     cdef Py_ssize_t[::1] place_D, start_E, line_D
     cdef unsigned char[:, ::1] has_ED
+    @cython.final
     cdef Py_ssize_t leader_at(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
     cdef Py_ssize_t line_up(self, Py_ssize_t expert, Py_ssize_t node) noexcept nogil
     @cython.locals(leader=Py_ssize_t, depth=Py_ssize_t)
@@ -33,26 +34,37 @@ cdef class Layer(Trees):
     cdef double[:, ::1] load_ED, load_EN, rest_EN, busy, own, most
     cdef double[::1] total_E
     cdef double all_pairs
-    cdef Py_ssize_t slots, own_hops, own_fill, hops, fill, num_prices, far_at
-    cdef Py_ssize_t[::1] used_D, holders_E, hops_E, fill_E
+    cdef Py_ssize_t slots, own_hops, own_fill, hops, fill, num_prices, far_at, version
+    cdef Py_ssize_t[::1] used_D, holders_E, hops_E, fill_E, is_stale_N, known_N
+    cdef double each_far
     cdef Py_ssize_t[:, ::1] holders_EN
-    cdef bint is_smooth
+    cdef bint is_smooth, most_is_smooth
     cdef readonly double start_s
     @cython.locals(pairs=double)
+    @cython.final
     cdef double unserved(self, Py_ssize_t expert) noexcept nogil
-    @cython.locals(num=Py_ssize_t, left=Py_ssize_t, each_far=double, place=Py_ssize_t)
+    @cython.locals(num=Py_ssize_t, left=Py_ssize_t)
+    @cython.final
     cdef void walk(self, Py_ssize_t expert) noexcept nogil
-    @cython.locals(rest=double, share=double, num=Py_ssize_t)
-    cdef void walk_node(self, Py_ssize_t expert, Py_ssize_t node, double each_far) noexcept nogil
-    cdef void walk_far(self, Py_ssize_t expert, Py_ssize_t node, double each_far) noexcept nogil
-    @cython.locals(is_held=bint, limits=bint)
+    @cython.locals(num=Py_ssize_t)
+    @cython.final
+    cdef Py_ssize_t rank_of_first(self, Py_ssize_t expert, Py_ssize_t node, Py_ssize_t at) noexcept nogil
     cdef void count(self, Py_ssize_t expert, Py_ssize_t sign) noexcept nogil
-    cdef void add(self, Py_ssize_t place, double sign) noexcept nogil
+    @cython.locals(share=double, num=Py_ssize_t, rank=Py_ssize_t, limits=bint)
+    @cython.final
+    cdef void count_in(self, Py_ssize_t expert, Py_ssize_t node, double sign) noexcept nogil
+    @cython.final
     cdef void put(self, Py_ssize_t expert, Py_ssize_t device, Py_ssize_t sign) noexcept nogil
     cdef double price(self) noexcept nogil
-    @cython.locals(tokens=double, pairs=double, moved=double, is_smooth=bint)
-    cdef void look_at(self, Py_ssize_t node, Py_ssize_t row, double weight, Py_ssize_t first) noexcept nogil
-    @cython.locals(tokens=double, near=double, far=double, far_device=double, moved_near=double, moved_far=double, moved_device=double, hops=Py_ssize_t, fill=Py_ssize_t, is_held=bint, is_smooth=bint, weight=double, row=Py_ssize_t, far_row=Py_ssize_t)
+    @cython.locals(tokens=double, pairs=double, moved=double, moved_far=double, share=double, computed=double, got=double, sent=double, is_smooth=bint, limits=bint, has=bint, num=Py_ssize_t, at=Py_ssize_t, rank=Py_ssize_t)
+    @cython.final
+    cdef void look_at(self, Py_ssize_t node, Py_ssize_t row, Py_ssize_t expert) noexcept nogil
+    @cython.locals(pairs=double, got=double, sent=double, gets=double, sends=double, is_smooth=bint, is_held=bint, is_sent=bint)
+    @cython.final
+    cdef void look_between(self, Py_ssize_t node, Py_ssize_t row, Py_ssize_t expert) noexcept nogil
+    @cython.final
+    cdef void look_without(self, Py_ssize_t node, Py_ssize_t row, Py_ssize_t expert) noexcept nogil
+    @cython.locals(tokens=double, near=double, far=double, far_device=double, moved_near=double, moved_far=double, moved_device=double, hops=Py_ssize_t, fill=Py_ssize_t, is_smooth=bint, is_held=bint, row=Py_ssize_t)
     cdef double price_with(self, Py_ssize_t expert, Py_ssize_t beside) noexcept nogil
 
 cdef class Search(Layer):
@@ -60,7 +72,8 @@ cdef class Search(Layer):
     cdef unsigned char[:, ::1] kept_ED, owners_ED, start_ED, tried_D
     cdef Py_ssize_t most_replicated, most_prices
     cdef double[::1] part_E, plan_D
-    cdef Py_ssize_t[::1] is_tired_E, want_E, by_owner_E, first_D, hottest_E
+    cdef Py_ssize_t[::1] is_tired_E, want_E, by_owner_E, first_D, hottest_E, order_D, taken_D
+    cdef double[:, ::1] load_DE, load_NE
     @cython.locals(seconds=double)
     cdef void keep(self) noexcept nogil
     cdef void hold(self, Py_ssize_t expert, unsigned char[:, ::1] table, Py_ssize_t row) noexcept nogil
@@ -90,6 +103,12 @@ cdef class Search(Layer):
     @cython.locals(room=Py_ssize_t, gain=double, most=double, wanted=Py_ssize_t, picked=Py_ssize_t, more=Py_ssize_t)
     cdef Py_ssize_t give_away(self, bint in_all_nodes, double level, Py_ssize_t room) noexcept nogil
     cdef void place_wanted(self) noexcept nogil
+    @cython.locals(num_taken=Py_ssize_t, num_left=Py_ssize_t, at=Py_ssize_t, is_free=bint)
+    cdef void place(self, Py_ssize_t expert, double part, Py_ssize_t most) noexcept nogil
+    @cython.locals(at=Py_ssize_t)
+    cdef void sort(self, Py_ssize_t[::1] devices, Py_ssize_t num) noexcept nogil
+    @cython.final
+    cdef bint has_less(self, Py_ssize_t one, Py_ssize_t other) noexcept nogil
     cdef void seed_by_levels(self) noexcept nogil
     @cython.locals(turn=Py_ssize_t, missed=Py_ssize_t, expert=Py_ssize_t)
     cdef void kick(self) noexcept nogil

@@ -32,7 +32,7 @@ _MOST_FREE = 64
 _NO_PAIRS = 1e-12
 # Bits of a number of hops inside a node, which is at most the logarithm of the devices.
 _HOP_BITS = 6
-# Columns of what devices and nodes do.
+# Rows of what devices and nodes do.
 _WORK = 0
 _IN = 1
 _OUT = 2
@@ -252,17 +252,21 @@ class Layer(Trees):
             those of devices that lack the expert.
         slots: Most replicas that a device may hold, and ``used_D`` those that it holds.
         holders_E: Number of holders of each expert, and ``holders_EN`` in each node.
-        busy: What each device does in its node, then each node, and from the row ``far_at`` on each device
-            between nodes, if its NIC limits it; ``[2 D + N, 5]``. Columns: pairs that one computes, gets and
+        busy: What each device does in its node, then each node, and from the place ``far_at`` on each device
+            between nodes, if its NIC limits it; ``[5, 2 D + N]``. Rows: pairs that one computes, gets and
             sends; experts that it gets and sends. A node gets and sends between nodes.
-        own: What the expert that was last walked adds to ``busy``.
+        own: What the expert that was last walked adds to the places of nodes, ``[5, N]``; each of its
+            holders computes ``each_far`` pairs of nodes without one.
         hops_E: Hops of each expert's longest path; 0 while it is out.
         fill_E: Hops before the last one of that path: those between nodes, shifted, plus those inside.
         is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs, so
             that every device and link counts a little.
-        most: For each node, load, pairs and moved experts of its devices: highest values, or sums of eighth
-            powers; and at last the same of one node with the expert that is out. From the column 3 on the
-            same between nodes, without load. ``[N + 1, 6]``.
+        most: For each node, load, pairs and moved experts of its devices, then pairs and experts of its
+            devices between nodes: highest values, or sums of eighth powers; then pairs and experts of the
+            node. One more row is of a node with the expert that is out. Then come the rows of all nodes if
+            they lack it. ``[2 N + 1, 7]``.
+        is_stale_N: 1 for nodes whose devices changed in the node since :meth:`price`.
+        version: Rises with each change of ``busy``. In ``known_N``, the last rows of ``most`` were written.
     """
 
     def __init__(self, layer: tuple) -> None:
@@ -278,9 +282,11 @@ class Layer(Trees):
         self.holders_EN = memoryview(np.zeros((experts, num_nodes), np.int64))
         self.rest_EN = memoryview(np.array(load_EN))
         self.far_at = devices + num_nodes
-        self.busy = memoryview(np.zeros((self.far_at + devices, 5)))
-        self.own = memoryview(np.zeros((self.far_at + devices, 5)))
-        self.most = memoryview(np.zeros((num_nodes + 1, 6)))
+        self.busy = memoryview(np.zeros((5, self.far_at + devices)))
+        self.own = memoryview(np.zeros((5, num_nodes)))
+        self.most = memoryview(np.zeros((2 * num_nodes + 1, 7)))
+        self.is_stale_N, self.most_is_smooth = memoryview(np.ones(num_nodes, np.int64)), False
+        self.known_N, self.version = _ints(num_nodes), 0
         for expert in range(experts):
             for i in range(num_nodes):
                 self.total_E[expert] += self.load_EN[expert, i]
@@ -301,8 +307,8 @@ class Layer(Trees):
         return pairs
 
     def walk(self, expert: int) -> None:
-        """Find what an expert with its holders adds to ``busy``; in nodes without one, only between nodes."""
-        each_far = self.unserved(expert) / self.holders_E[expert]
+        """Find what an expert with its holders adds to the places of nodes, and its longest path."""
+        self.each_far = self.unserved(expert) / self.holders_E[expert]
         left = self.holders_E[expert]
         position = 0  # place of the node in the chain between nodes
         node = self.node_D[self.owner_E[expert]]
@@ -311,15 +317,11 @@ class Layer(Trees):
         for _ in range(self.num_nodes):
             num = self.holders_EN[expert, node]
             left -= num
-            place = self.num_devices + node
-            self.own[place, _IN] = each_far * num
-            self.own[place, _OUT] = 0.0 if num > 0 else self.load_EN[expert, node]
-            self.own[place, _GETS] = 1.0 if num > 0 and position > 0 else 0.0
-            self.own[place, _SENDS] = 1.0 if num > 0 and left > 0 else 0.0
-            if self.costs.limits_devices:
-                self.walk_far(expert, node, each_far)
+            self.own[_IN, node] = self.each_far * num
+            self.own[_OUT, node] = 0.0 if num > 0 else self.load_EN[expert, node]
+            self.own[_GETS, node] = 1.0 if num > 0 and position > 0 else 0.0
+            self.own[_SENDS, node] = 1.0 if num > 0 and left > 0 else 0.0
             if num > 0:
-                self.walk_node(expert, node, each_far)
                 depth = 0
                 while num >> (depth + 1):
                     depth += 1
@@ -331,67 +333,58 @@ class Layer(Trees):
                 position += 1
             node = node + 1 if node + 1 < self.num_nodes else 0
 
-    def walk_node(self, expert: int, node: int, each_far: float) -> None:
-        """:meth:`walk` in a node with holders, which also compute ``each_far`` pairs of other nodes each."""
-        first = self.first_N[node]
-        end = self.first_N[node + 1]
+    def rank_of_first(self, expert: int, node: int, at: int) -> int:
+        """Place in a node's tree of the node's first holder, if the holders are lined up from ``at`` on."""
         num = self.holders_EN[expert, node]
-        share = self.rest_EN[expert, node] / num
-        rank = 0  # of a holder in the tree
-        at = self.leader_at(expert, node)
-        for _ in range(end - first):
-            device = self.member_D[at]
-            load = self.load_ED[expert, device]
-            if self.has_ED[expert, device]:
-                self.own[device, _WORK] = load + share + each_far
-                self.own[device, _IN] = share
-                self.own[device, _OUT] = 0.0
-                self.own[device, _GETS] = 1.0 if rank > 0 else 0.0
-                self.own[device, _SENDS] = min(max(num - 1 - 2 * rank, 0), 2)
-                rank += 1
-            else:
-                self.own[device, _WORK] = self.own[device, _IN] = 0.0
-                self.own[device, _OUT] = load
-                self.own[device, _GETS] = self.own[device, _SENDS] = 0.0
-            at = at + 1 if at + 1 < end else first
-
-    def walk_far(self, expert: int, node: int, each_far: float) -> None:
-        """What the devices of a node do between nodes, whose own row is written; the leader moves experts."""
-        num = self.holders_EN[expert, node]
-        for i in range(self.first_N[node], self.first_N[node + 1]):
-            device = self.member_D[i]
-            place = self.far_at + device
-            self.own[place, _IN] = each_far if self.has_ED[expert, device] else 0.0
-            self.own[place, _OUT] = 0.0 if num > 0 else self.load_ED[expert, device]
-            self.own[place, _GETS] = self.own[place, _SENDS] = 0.0
-        if num > 0:
-            at = self.leader_at(expert, node)
-            while not self.has_ED[expert, self.member_D[at]]:
-                at = at + 1 if at + 1 < self.first_N[node + 1] else self.first_N[node]
-            place = self.far_at + self.member_D[at]
-            self.own[place, _GETS] = self.own[self.num_devices + node, _GETS]
-            self.own[place, _SENDS] = self.own[self.num_devices + node, _SENDS]
+        for i in range(self.first_N[node], at):
+            num -= self.has_ED[expert, self.member_D[i]]
+        return num
 
     def count(self, expert: int, sign: int) -> None:
         """Add an expert to the sums (sign 1), or take it out (sign -1)."""
         self.walk(expert)
-        limits = self.costs.limits_devices
+        self.version += 1
         for node in range(self.num_nodes):
-            self.add(self.num_devices + node, sign)
-            is_held = self.holders_EN[expert, node] > 0
-            if is_held or limits:
+            place = self.num_devices + node
+            if self.holders_EN[expert, node] > 0:
+                self.busy[_IN, place] += sign * self.own[_IN, node]
+                self.busy[_GETS, place] += sign * self.own[_GETS, node]
+                self.busy[_SENDS, place] += sign * self.own[_SENDS, node]
+                self.count_in(expert, node, sign)
+                continue
+            self.busy[_OUT, place] += sign * self.own[_OUT, node]
+            if self.costs.limits_devices:
                 for i in range(self.first_N[node], self.first_N[node + 1]):
-                    if is_held:
-                        self.add(self.member_D[i], sign)
-                    if limits:
-                        self.add(self.far_at + self.member_D[i], sign)
+                    device = self.member_D[i]
+                    self.busy[_OUT, self.far_at + device] += sign * self.load_ED[expert, device]
         self.hops_E[expert] = self.own_hops if sign > 0 else 0
         self.fill_E[expert] = self.own_fill if sign > 0 else 0
 
-    def add(self, place: int, sign: int) -> None:
-        """Add one row of ``own`` to ``busy``."""
-        for column in range(5):
-            self.busy[place, column] += sign * self.own[place, column]
+    def count_in(self, expert: int, node: int, sign: float) -> None:
+        """:meth:`count` for the devices of a node with holders; the leader moves experts between nodes."""
+        num = self.holders_EN[expert, node]
+        share = self.rest_EN[expert, node] / num
+        at = self.leader_at(expert, node)
+        rank = self.rank_of_first(expert, node, at)
+        limits = self.costs.limits_devices
+        self.is_stale_N[node] = 1
+        for i in range(self.first_N[node], self.first_N[node + 1]):
+            if i == at:
+                rank = 0
+            device = self.member_D[i]
+            if not self.has_ED[expert, device]:
+                self.busy[_OUT, device] += sign * self.load_ED[expert, device]
+                continue
+            self.busy[_WORK, device] += sign * (self.load_ED[expert, device] + share + self.each_far)
+            self.busy[_IN, device] += sign * share
+            self.busy[_GETS, device] += sign if rank > 0 else 0.0
+            self.busy[_SENDS, device] += sign * min(max(num - 1 - 2 * rank, 0), 2)
+            if limits:
+                self.busy[_IN, self.far_at + device] += sign * self.each_far
+                if rank == 0 or rank == num:
+                    self.busy[_GETS, self.far_at + device] += sign * self.own[_GETS, node]
+                    self.busy[_SENDS, self.far_at + device] += sign * self.own[_SENDS, node]
+            rank += 1
 
     def put(self, expert: int, device: int, sign: int) -> None:
         """Give an expert that is out to one more device (sign 1), or take it away (sign -1)."""
@@ -408,63 +401,120 @@ class Layer(Trees):
             self.hops = max(self.hops, self.hops_E[i])
             self.fill = max(self.fill, self.fill_E[i])
         for node in range(self.num_nodes):
-            self.look_at(node, node, 0.0, 0)
-            if self.costs.limits_devices:
-                self.look_at(node, node, 0.0, self.far_at)
+            if self.is_stale_N[node] or self.is_smooth != self.most_is_smooth:
+                self.look_at(node, node, -1)
+                self.is_stale_N[node] = 0
+            self.look_between(node, node, -1)
+        self.most_is_smooth = self.is_smooth
         return self.price_with(-1, -1)
 
-    def look_at(self, node: int, row: int, weight: float, first: int) -> None:
-        """Write to a row of ``most`` what a node's devices do, ``own`` included with a weight.
-
-        The rows of the devices begin at ``first``: 0, or ``far_at`` for what they do between nodes.
-        """
-        column = 3 if first else 0
-        tokens = pairs = moved = 0.0
-        is_smooth = self.is_smooth
+    def look_at(self, node: int, row: int, expert: int) -> None:
+        """Write to a row of ``most`` what a node's devices do, with a walked expert; -1 for none."""
+        tokens = pairs = moved = moved_far = share = 0.0
+        is_smooth, limits = self.is_smooth, self.costs.limits_devices
+        num = 0
+        at = -1
+        rank = 0
+        if expert >= 0:
+            num = self.holders_EN[expert, node]
+        if num > 0:
+            share = self.rest_EN[expert, node] / num
+            at = self.leader_at(expert, node)
+            rank = self.rank_of_first(expert, node, at)
         for i in range(self.first_N[node], self.first_N[node + 1]):
-            place = first + self.member_D[i]
-            computed = self.busy[place, _WORK] + weight * self.own[place, _WORK]
-            got = self.busy[place, _IN] + weight * self.own[place, _IN]
-            sent = self.busy[place, _OUT] + weight * self.own[place, _OUT]
+            if i == at:
+                rank = 0
+            device = self.member_D[i]
+            has = num > 0 and self.has_ED[expert, device]
+            computed, got = self.busy[_WORK, device], self.busy[_IN, device]
+            sent = self.busy[_OUT, device]
+            if has:
+                computed += self.load_ED[expert, device] + share + self.each_far
+                got += share
+            elif num > 0:
+                sent += self.load_ED[expert, device]
             tokens = _join(is_smooth, tokens, _raised(is_smooth, computed))
             pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
-            got = self.busy[place, _GETS] + weight * self.own[place, _GETS]
-            sent = self.busy[place, _SENDS] + weight * self.own[place, _SENDS]
+            got, sent = self.busy[_GETS, device], self.busy[_SENDS, device]
+            if has:
+                got += 1.0 if rank > 0 else 0.0
+                sent += min(max(num - 1 - 2 * rank, 0), 2)
             moved = _join(is_smooth, moved, _raised(is_smooth, max(got, sent)))
-        self.most[row, column], self.most[row, column + 1] = tokens, pairs
-        self.most[row, column + 2] = moved
+            if limits:
+                place = self.far_at + device
+                got, sent = self.busy[_GETS, place], self.busy[_SENDS, place]
+                if has and (rank == 0 or rank == num):
+                    got += self.own[_GETS, node]
+                    sent += self.own[_SENDS, node]
+                moved_far = _join(is_smooth, moved_far, _raised(is_smooth, max(got, sent)))
+            rank += has
+        self.most[row, 0], self.most[row, 1], self.most[row, 2] = tokens, pairs, moved
+        self.most[row, 4] = moved_far
+
+    def look_between(self, node: int, row: int, expert: int) -> None:
+        """Write to a row of ``most`` what goes between nodes, but for the experts of single devices."""
+        place = self.num_devices + node
+        got, sent = self.busy[_IN, place], self.busy[_OUT, place]
+        gets, sends = self.busy[_GETS, place], self.busy[_SENDS, place]
+        pairs = 0.0
+        is_smooth = self.is_smooth
+        is_held = expert >= 0 and self.holders_EN[expert, node] > 0
+        is_sent = expert >= 0 and not is_held
+        if expert >= 0:
+            got, sent = got + self.own[_IN, node], sent + self.own[_OUT, node]
+            gets, sends = gets + self.own[_GETS, node], sends + self.own[_SENDS, node]
+        self.most[row, 5] = _raised(is_smooth, max(got, sent))
+        self.most[row, 6] = _raised(is_smooth, max(gets, sends))
+        if not self.costs.limits_devices:
+            return
+        for i in range(self.first_N[node], self.first_N[node + 1]):
+            device = self.member_D[i]
+            got, sent = self.busy[_IN, self.far_at + device], self.busy[_OUT, self.far_at + device]
+            if is_held and self.has_ED[expert, device]:
+                got += self.each_far
+            elif is_sent:
+                sent += self.load_ED[expert, device]
+            pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
+        self.most[row, 3] = pairs
+
+    def look_without(self, node: int, row: int, expert: int) -> None:
+        """Write to a row of ``most`` what a node does while it lacks an expert that was walked."""
+        for column in range(5):
+            self.most[row, column] = self.most[node, column]
+        self.look_between(node, row, expert)
 
     def price_with(self, expert: int, beside: int) -> float:
         """Seconds with an expert that is out, and one that came in since :meth:`price`; -1 for none."""
-        tokens = near = far = far_device = moved_near = moved_far = moved_device = weight = 0.0
+        tokens = near = far = far_device = moved_near = moved_far = moved_device = 0.0
         hops, fill, is_smooth = self.hops, self.fill, self.is_smooth
         if expert >= 0:
-            weight = 1.0
             self.walk(expert)
             hops, fill = max(hops, self.own_hops), max(fill, self.own_fill)
         if beside >= 0:
             hops, fill = max(hops, self.hops_E[beside]), max(fill, self.fill_E[beside])
         for node in range(self.num_nodes):
-            place = self.num_devices + node
-            got = self.busy[place, _IN] + weight * self.own[place, _IN]
-            sent = self.busy[place, _OUT] + weight * self.own[place, _OUT]
-            far = _join(is_smooth, far, _raised(is_smooth, max(got, sent)))
-            got = self.busy[place, _GETS] + weight * self.own[place, _GETS]
-            sent = self.busy[place, _SENDS] + weight * self.own[place, _SENDS]
-            moved_far = _join(is_smooth, moved_far, _raised(is_smooth, max(got, sent)))
-            is_held = expert >= 0 and self.holders_EN[expert, node] > 0
-            row = far_row = node
-            if is_held or (beside >= 0 and self.holders_EN[beside, node] > 0):
+            row = node
+            if expert >= 0:
                 row = self.num_nodes
-                self.look_at(node, row, 1.0 if is_held else 0.0, 0)
-            if self.costs.limits_devices and (expert >= 0 or beside >= 0):
-                far_row = self.num_nodes
-                self.look_at(node, far_row, weight, self.far_at)
+                is_held = self.holders_EN[expert, node] > 0
+                if is_held or (beside >= 0 and self.holders_EN[beside, node] > 0):
+                    self.look_at(node, row, expert)
+                    self.look_between(node, row, expert)
+                elif beside >= 0:
+                    self.look_without(node, row, expert)
+                else:
+                    row += 1 + node
+                    if self.known_N[node] != self.version:
+                        # The row is the same for all holders of the expert in other nodes.
+                        self.look_without(node, row, expert)
+                        self.known_N[node] = self.version
             tokens = _join(is_smooth, tokens, self.most[row, 0])
             near = _join(is_smooth, near, self.most[row, 1])
             moved_near = _join(is_smooth, moved_near, self.most[row, 2])
-            far_device = _join(is_smooth, far_device, self.most[far_row, 4])
-            moved_device = _join(is_smooth, moved_device, self.most[far_row, 5])
+            far_device = _join(is_smooth, far_device, self.most[row, 3])
+            moved_device = _join(is_smooth, moved_device, self.most[row, 4])
+            far = _join(is_smooth, far, self.most[row, 5])
+            moved_far = _join(is_smooth, moved_far, self.most[row, 6])
         if is_smooth:
             tokens, near, far = _eighth_root(tokens), _eighth_root(near), _eighth_root(far)
             far_device, moved_device = _eighth_root(far_device), _eighth_root(moved_device)
@@ -488,6 +538,7 @@ class Search(Layer):
         tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
         is_tired_E: 1 for the experts that saved nothing during the present descent.
         want_E: Holders that water filling wants for each expert, and ``plan_D`` the loads of devices then.
+            ``order_D`` has the devices in the order of these, and ``taken_D`` those that get an expert.
     """
 
     def __init__(self, layer: tuple, most_replicated: int, most_prices: int, start_ED: object) -> None:
@@ -501,7 +552,11 @@ class Search(Layer):
         self.hottest_E = memoryview(np.argsort(-np.asarray(self.total_E), kind="stable"))
         self.tried_D = memoryview(np.zeros((2, devices), np.uint8))
         self.is_tired_E = _ints(experts)
-        self.plan_D = _reals(devices)
+        self.plan_D, self.order_D = _reals(devices), memoryview(np.arange(devices))
+        self.taken_D = _ints(devices)
+        # The same loads, of which a device reads one row.
+        self.load_DE = memoryview(np.array(np.asarray(self.load_ED).T, order="C"))
+        self.load_NE = memoryview(np.array(np.asarray(self.load_EN).T, order="C"))
         # The experts by owner, and where those of each device begin.
         self.by_owner_E = memoryview(np.argsort(np.asarray(self.owner_E), kind="stable"))
         owned_D = np.bincount(np.asarray(self.owner_E), minlength=devices)
@@ -567,8 +622,8 @@ class Search(Layer):
             kind = 0 if place < self.num_devices else 1 if place < self.far_at else 2
             seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1] if of_links else 1.0
             for side in range(first, last + 1):
-                if seconds * self.busy[place, side] > most:
-                    most, at, column = seconds * self.busy[place, side], place, side
+                if seconds * self.busy[side, place] > most:
+                    most, at, column = seconds * self.busy[side, place], place, side
         for expert in range(self.num_experts):
             self.part_E[expert] = 0.0 if self.is_tired_E[expert] else self.part_of(expert, at, column)
 
@@ -610,7 +665,7 @@ class Search(Layer):
             device = self.member_D[i]
             if self.has_ED[expert, device] or (self.used_D[device] >= self.slots) != is_full:
                 continue
-            if found < 0 or self.busy[device, _WORK] < self.busy[found, _WORK]:
+            if found < 0 or self.busy[_WORK, device] < self.busy[_WORK, found]:
                 found = device
         return found
 
@@ -824,6 +879,7 @@ class Search(Layer):
     def place_wanted(self) -> None:
         """Put the replicas of ``want_E`` on the devices that then have least, spread over the nodes."""
         num_placed = 0
+        self.sort(self.order_D, self.num_devices)
         for expert in range(self.num_experts):
             self.part_E[expert] = (
                 self.total_E[expert] / self.want_E[expert] if self.want_E[expert] > 1 else 0.0
@@ -837,20 +893,57 @@ class Search(Layer):
             num_placed += 1
             most = (self.want_E[picked] + self.num_nodes - 1) // self.num_nodes
             self.count(picked, -1)
-            for _ in range(self.want_E[picked] - 1):
-                to = -1
-                for device in range(self.num_devices):
-                    if self.has_ED[picked, device] or self.used_D[device] >= self.slots:
-                        continue
-                    if self.holders_EN[picked, self.node_D[device]] < most and (
-                        to < 0 or self.plan_D[device] < self.plan_D[to]
-                    ):
-                        to = device
-                if to < 0:
-                    break
-                self.put(picked, to, 1)
-                self.plan_D[to] += part
+            self.place(picked, part, most)
             self.count(picked, 1)
+
+    def place(self, expert: int, part: float, most: int) -> None:
+        """Put the replicas of ``want_E`` of an expert that is out, at most so many holders in a node.
+
+        ``order_D`` stays in order, although devices with a new replica move back in it.
+        """
+        num_taken = 0
+        num_left = 0
+        for i in range(self.num_devices):
+            device = self.order_D[i]
+            is_free = not self.has_ED[expert, device] and self.used_D[device] < self.slots
+            if (
+                is_free
+                and num_taken < self.want_E[expert] - 1
+                and self.holders_EN[expert, self.node_D[device]] < most
+            ):
+                self.put(expert, device, 1)
+                self.plan_D[device] += part
+                self.taken_D[num_taken] = device
+                num_taken += 1
+            else:
+                self.order_D[num_left] = device
+                num_left += 1
+        self.sort(self.taken_D, num_taken)
+        at = self.num_devices
+        while num_taken > 0:
+            at -= 1
+            if num_left > 0 and self.has_less(self.taken_D[num_taken - 1], self.order_D[num_left - 1]):
+                num_left -= 1
+                self.order_D[at] = self.order_D[num_left]
+            else:
+                num_taken -= 1
+                self.order_D[at] = self.taken_D[num_taken]
+
+    def sort(self, devices: memoryview, num: int) -> None:
+        """Sort the first ``num`` of these devices by ``plan_D``, equal ones by number; most are in order."""
+        for i in range(1, num):
+            device = devices[i]
+            at = i
+            while at > 0 and self.has_less(device, devices[at - 1]):
+                devices[at] = devices[at - 1]
+                at -= 1
+            devices[at] = device
+
+    def has_less(self, one: int, other: int) -> bool:
+        """Whether the first of two devices has the lower ``plan_D``, or an equal one and the lower number."""
+        if self.plan_D[one] == self.plan_D[other]:
+            return one < other
+        return self.plan_D[one] < self.plan_D[other]
 
     def seed_by_levels(self) -> None:
         """Keep the best placement in which owners give load away until they keep a part of the mean."""
@@ -891,10 +984,11 @@ class Search(Layer):
         found = -1
         most = 0.0
         for expert in range(self.num_experts):
-            load = self.load_EN[expert, node] if for_node else self.load_ED[expert, device]
-            has = self.holders_EN[expert, node] > 0 if for_node else self.has_ED[expert, device]
-            if load > most and not has and (num < self.most_replicated or self.holders_E[expert] > 1):
-                found, most = expert, load
+            load = self.load_NE[node, expert] if for_node else self.load_DE[device, expert]
+            if load > most and (num < self.most_replicated or self.holders_E[expert] > 1):
+                has = self.holders_EN[expert, node] > 0 if for_node else self.has_ED[expert, device]
+                if not has:
+                    found, most = expert, load
         is_first = found >= 0 and self.holders_E[found] == 1
         if is_first:
             self.count(found, -1)  # out until all replicas are placed

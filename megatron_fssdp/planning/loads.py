@@ -29,6 +29,7 @@ class LoadHistory:
         self.window, self.num_devices, self.num_experts = window, num_devices, num_experts
         self.num_seen = 0
         self._latest: deque[np.ndarray] = deque(maxlen=window)
+        self._loads: deque[np.ndarray] = deque(maxlen=window)  # the same by expert
         self._num_settled = 0
         # For each iteration, the shares of load that the mean and the last counts had put on wrong experts.
         self._errors: deque[tuple[float, float]] = deque(maxlen=window)
@@ -45,7 +46,7 @@ class LoadHistory:
         load_E = kept.sum(axis=0)
         # A window of one iteration has one forecast: the last counts.
         if self._num_settled and self.window > 1:
-            settled_IE = np.stack([one.sum(axis=0) for one in list(self._latest)[-self._num_settled :]])
+            settled_IE = np.stack(list(self._loads)[-self._num_settled :])
             forecasts = settled_IE.sum(axis=0), settled_IE[-1]
             if has_jumped(load_E, forecasts[0]):
                 # No forecast expects a jump, so the jump tells nothing about them.
@@ -57,6 +58,7 @@ class LoadHistory:
         self._num_settled = min(self._num_settled + 1, self.window)
         self._sum_DE += kept - (self._latest[0] if len(self._latest) == self.window else 0)
         self._latest.append(kept)
+        self._loads.append(load_E)
         self._micro_batches = micro_batches
         self.num_seen += 1
 

@@ -43,6 +43,15 @@ class RecordedLoads:
         known = {name: array for name, array in vars(self).items() if array is not None and name != "layers"}
         return replace(self, **{name: array[chosen] for name, array in known.items()})
 
+    def of_layers(self, places: Sequence[int]) -> "RecordedLoads":
+        """Return the loads of the layers at some places among the recorded ones."""
+        axes = {_COUNTS: -3, _BY_NODES: -2, _BY_DEVICES: -2, "layers": 0}
+        known = {name: getattr(self, name) for name in axes}
+        return replace(
+            self,
+            **{name: one.take(places, axes[name]) for name, one in known.items() if one is not None},
+        )
+
     def of_whole_iterations(self) -> "RecordedLoads":
         """Return the loads without an axis of micro-batches, which counts of others may have."""
         counts = self.counts_ILDE

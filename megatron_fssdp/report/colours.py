@@ -27,6 +27,7 @@ TIME_PARTS = {
     "re-sharding": TimePart("experts move to new owners (re-sharding)", "#CC79A7"),
     "gradient sync": TimePart("reduction of dense gradients", "#999933"),
     "host": TimePart("planning, and waiting for the host", "#882255"),
+    "pipeline bubble": TimePart("waiting for other pipeline stages", "#BAB0AC"),
     "rest": TimePart("optimizer and everything else", "#A9B4C2"),
 }
 """Parts of an iteration's time: those that a run measures, and those of the simulator (keys in ``PARTS``)."""

@@ -14,6 +14,11 @@ after the spRS of the layer above, and must arrive before the backward of the ex
 
 If weights are split, a part of spAG runs at the same time as the experts of the layer before.
 
+A recomputed layer runs its forward pass a second time, with its exchanges, before its backward pass.
+
+Stages of a pipeline are idle while the first micro-batch arrives and the last one leaves: the seconds of the
+micro-batches times (stages - 1) / (micro-batches · model chunks of a stage), as under 1F1B, and interleaved.
+
 If an all-to-all and a transfer run at the same time and both take longest on the same kind of link, each gets
 half of the link until one of them ends. So the link is never idle.
 """
@@ -35,6 +40,7 @@ PARTS = (
     "re-sharding",
     "gradient sync",
     "host",
+    "pipeline bubble",
 )
 """Parts of an iteration's time. Their seconds add up to the whole iteration."""
 
@@ -65,10 +71,10 @@ class Lanes:
         self._wait("re-sharding", self._transfer("re-sharding", 0.0, record.moving_s))
         self._run("host", "plans", record.plans_s)
         num, done = record.num_micro_batches, 0
-        alike = num // len(record.micro_batches)
+        alike, begin_s = num // len(record.micro_batches), self.now_s
         while done < num:
             before_s, layers = dict(self.parts_s), record.micro_batches[done // alike]
-            self._run_micro_batch(layers, record.behind_s, is_first=done == 0, is_last=done == num - 1)
+            self._run_micro_batch(layers, record, is_first=done == 0, is_last=done == num - 1)
             done += 1
             if self._on_span is None and done == 2 and alike == num > 3:
                 # All micro-batches between the first and the last take the same time.
@@ -78,12 +84,13 @@ class Lanes:
                     self.now_s += more_s
                 self._lane_s = max(self._lane_s, self.now_s)
                 done = num - 1
+        self._wait("pipeline bubble", self.now_s + record.bubble * (self.now_s - begin_s))
         self._run("gradient sync", "gradient sync", record.gradient_sync_s)
         self._wait("host", sum(layer.host_s for layers in record.micro_batches for layer in layers))
         return self
 
     def _run_micro_batch(
-        self, layers: list[LayerRecord], behind_s: float, *, is_first: bool, is_last: bool
+        self, layers: list[LayerRecord], record: IterationRecord, *, is_first: bool, is_last: bool
     ) -> None:
         """Add both passes of one micro-batch.
 
@@ -94,8 +101,10 @@ class Lanes:
         numbered = list(enumerate(layers, start=1))
         for number, layer in numbered:
             self._forward(f"layer {number}", layer, is_first, above=around[number + 1])
+        behind_s = record.behind_s
         self._run("other compute", "behind the layers", behind_s)
-        self._run("other compute", "behind the layers'", BACKWARD_PER_FORWARD * behind_s)
+        backward_s = BACKWARD_PER_FORWARD * behind_s + record.behind_again_s
+        self._run("other compute", "behind the layers'", backward_s)
         for number, layer in reversed(numbered):
             self._backward(f"layer {number}", layer, is_last, below=around[number - 1])
 
@@ -110,18 +119,35 @@ class Lanes:
         arrival_s, self._early_s = self._early_s, 0.0
         if layer.ahead:
             arrival_s, gather_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s)), 0.0
-        self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
-        self._run("all-to-all", f"counts {name}", layer.counts_s)
-        self._run("host", f"plan {name}", layer.plan_s + is_first * layer.first_plan_s)
         if is_first or layer.life is ReplicaLife.MICRO_BATCH:
             gather_s += layer.addition_s
+        plan_s = layer.plan_s + is_first * layer.first_plan_s
+        self._layer_forward(name, layer, plan_s, gather_s, arrival_s, above if is_first else None)
+
+    def _layer_forward(
+        self,
+        name: str,
+        layer: LayerRecord,
+        plan_s: float,
+        gather_s: float,
+        arrival_s: float,
+        above: LayerRecord | None = None,
+    ) -> None:
+        """Add a pass of the transformer layer, which gathers for ``gather_s`` once it is planned.
+
+        Replicas for which it has no need to gather arrive at ``arrival_s``. A part of those of the layer
+        ``above``, if it is given, travels beside the experts.
+        """
+        self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
+        self._run("all-to-all", f"counts {name}", layer.counts_s)
+        self._run("host", f"plan {name}", plan_s)
         arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s))
         if layer.steps is not None:
             self._run_in_steps(name, layer, arrival_s)
             return
         self._wait("waiting for spAG", arrival_s)
         self._run("all-to-all", f"dispatch {name}", layer.dispatch.seconds)
-        if above is not None and is_first:
+        if above is not None:
             early_s = above.early * above.gather_s
             self._early_s = self._transfer(f"spAG, first part, behind {name}", self.now_s, early_s)
         self._run("experts", f"experts {name}", layer.experts_s)
@@ -132,6 +158,11 @@ class Lanes:
         again = layer.life is ReplicaLife.LAYER_PASS
         if again and not self._regathers:
             self._regather(f"spAG again {name}", layer)
+        if layer.recomputed:
+            # A checkpointed pass keeps no replicas, so those of a micro-batch are planned and gathered anew.
+            gather_s = layer.addition_s if layer.life is ReplicaLife.MICRO_BATCH else 0.0
+            arrival_s = self._lane_s if again else 0.0
+            self._layer_forward(f"{name}, again", layer, layer.plan_s, gather_s, arrival_s)
         if layer.steps is not None:
             self._run_in_steps(f"{name}, backward", layer, self._lane_s if again else 0.0, backward=True)
         else:
@@ -150,7 +181,8 @@ class Lanes:
             self._regather(f"spAG again, below {name}", below)
         self._run("other compute", f"attention, gate' {name}", BACKWARD_PER_FORWARD * layer.before_gate_s)
         self._wait("waiting for spRS", home_s)
-        self._run("other compute", f"before' {name}", BACKWARD_PER_FORWARD * layer.before_layer_s)
+        before_s = BACKWARD_PER_FORWARD * layer.before_layer_s + layer.before_again_s
+        self._run("other compute", f"before' {name}", before_s)
 
     def _run(self, part: str, name: str, seconds: float) -> None:
         begin_s, self.now_s = self.now_s, self.now_s + seconds

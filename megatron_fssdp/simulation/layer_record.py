@@ -3,7 +3,8 @@
 Shape letters: D devices, E experts.
 """
 
-from dataclasses import dataclass, field
+import operator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +25,7 @@ from megatron_fssdp.planning.cost.link_seconds import (
     moves_traffic,
     transfer_traffic,
 )
+from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.memory import FP32_BYTES
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -52,7 +54,9 @@ class LayerRecord:
         early: Share of spAG that runs at the same time as the experts of the layer before.
         steps: Steps of the smart schedule, if the layer runs in them.
         before_layer_s: Seconds of compute between the previous MoE layer and this transformer layer.
+        before_again_s: Seconds of it that the backward pass computes again.
         before_gate_s: Seconds of compute before the gate, under which spAG can be hidden.
+        recomputed: Whether the backward pass runs the transformer layer's forward pass again.
         counts_s: Seconds of gathering the router counts and, with exact dispatch, of computing shares.
         dispatch: Seconds of the all-to-alls of rows and probabilities; ``combine`` of that of results.
         experts_s: Seconds of the experts on the slowest device (FasterMoE, Eq. 1).
@@ -77,7 +81,9 @@ class LayerRecord:
     early: float = 0.0
     steps: SteppedExchange | None = None
     before_layer_s: float = 0.0
+    before_again_s: float = 0.0
     before_gate_s: float = 0.0
+    recomputed: bool = False
     counts_s: float = 0.0
     dispatch: LinkTimes = UNUSED
     combine: LinkTimes = UNUSED
@@ -106,8 +112,9 @@ class LayerRecord:
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of the counts and all-to-alls of a micro-batch, in both passes, one after the other."""
-        return 2 * (self.dispatch.seconds + self.combine.seconds) + self.counts_s
+        """Seconds of the counts and all-to-alls of a micro-batch, in all passes, one after the other."""
+        again = int(self.recomputed)
+        return (2 + again) * (self.dispatch.seconds + self.combine.seconds) + (1 + again) * self.counts_s
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -119,7 +126,9 @@ class IterationRecord:
         num_moved: Experts that move before the iteration, to a new owner or for a new resident replica.
         moving_s: Seconds of these moves, while everything else waits.
         plans_s: Seconds in which a rank plans its part of the layers before the first pass.
-        behind_s: Seconds of compute behind the last MoE layer in a micro-batch's forward pass.
+        behind_s: Seconds of compute behind the last MoE layer in a micro-batch's forward pass;
+            ``behind_again_s`` of them are computed again.
+        bubble: Seconds in which the pipeline stage is idle, over those of its micro-batches.
         gradient_sync_s: Seconds of reducing dense gradients after the last backward pass.
     """
 
@@ -129,6 +138,8 @@ class IterationRecord:
     moving_s: float = 0.0
     plans_s: float = 0.0
     behind_s: float = 0.0
+    behind_again_s: float = 0.0
+    bubble: float = 0.0
     gradient_sync_s: float = 0.0
 
 
@@ -147,6 +158,7 @@ class LayerPrices:
     steps: SteppedExchange | None = None
     host: HostWork = field(default_factory=HostWork)
     plans_s: float = 0.0
+    _known: dict[tuple[int, int], tuple[LayerDecision, LayerRecord]] = field(default_factory=dict)
 
     def iteration(self, decided: ReplayedIteration) -> IterationRecord:
         """The record of one iteration."""
@@ -154,7 +166,7 @@ class LayerPrices:
         times = self.job.num_micro_batches // len(decided.micro_batches)
         return IterationRecord(
             micro_batches=[
-                [self._layer(index, one, times, is_first=not number) for index, one in enumerate(layers)]
+                [self._known_layer(number, index, one, times) for index, one in enumerate(layers)]
                 for number, layers in enumerate(decided.micro_batches)
             ],
             num_micro_batches=self.job.num_micro_batches,
@@ -162,8 +174,18 @@ class LayerPrices:
             moving_s=self.links.transfer.times(moved, self.job.owned_bytes).seconds,
             plans_s=self.plans_s,
             behind_s=self.job.after_layers_flops / self.cluster.non_expert_flops_per_s,
+            behind_again_s=self.job.after_again_flops / self.cluster.non_expert_flops_per_s,
+            bubble=self.job.bubble,
             gradient_sync_s=self._gradient_sync_s,
         )
+
+    def _known_layer(self, number: int, layer: int, decision: LayerDecision, times: int) -> LayerRecord:
+        """The record of a layer in a micro-batch: that of the last iteration if its decision is the same."""
+        known = self._known.get((number, layer))
+        if known is None or not all(map(operator.is_, known[0], decision)):
+            record = self._layer(layer, decision, times, is_first=not number)
+            known = self._known[number, layer] = decision, record
+        return known[1]
 
     def _layer(self, layer: int, decision: LayerDecision, times: int, *, is_first: bool) -> LayerRecord:
         """The record of the layer with this index among the MoE layers, in ``times`` equal micro-batches.
@@ -180,6 +202,8 @@ class LayerPrices:
             hops = expected_hops(counts_DE, placement, topology, sent)
             pairs, cross_node = hops_traffic(hops), hops.tokens_between_nodes
         dispatch, combine = exchange_times(self.links.all_to_all, pairs, job.token_bytes, times, sent)
+        if job.num_peers > 1:
+            dispatch, combine = self._with_peers(tokens, times, dispatch, combine)
         gather = replicas = transfer_traffic(planned.transfer, topology)
         addition = NO_TRANSFER
         if plan is not planned:
@@ -199,12 +223,15 @@ class LayerPrices:
         each = times if life is ReplicaLife.MICRO_BATCH else once
         posted = (again or once) * num_gathers + again * num_regathers + each * num_additions
         posted += (again or each) * reductions * num_reductions
+        runs = 1 + (layer in job.recomputed)
+        if life is ReplicaLife.MICRO_BATCH:
+            posted += (runs - 1) * each * num_additions
         each_plan_s = first_plan_s = 0.0
         if planned.each_micro_batch:
             each_plan_s = self.host.dispatch_s + self.host.after_gate_s
         elif planned.corrects:
             first_plan_s = self.host.after_gate_s
-        host_s = once * self.host.before_gate_s + times * each_plan_s + once * first_plan_s
+        host_s = once * self.host.before_gate_s + times * runs * each_plan_s + once * first_plan_s
         # The source with the most tokens sets the time. It also computes tokens that are dropped later.
         pairs_per_device = job.tokens_per_micro_batch * times * job.top_k
         slowest = max(int(counts_DE.sum(axis=1).max()) / pairs_per_device, 1.0)
@@ -226,6 +253,8 @@ class LayerPrices:
             early=plan.early if plan.is_split and layer and self.steps is None else 0.0,
             steps=self.steps if plan.in_steps else None,
             before_layer_s=job.before_layer_flops_L[layer] * s_per_flop,
+            before_again_s=sum(job.before_again_flops_L[layer : layer + 1]) * s_per_flop,
+            recomputed=layer in job.recomputed,
             before_gate_s=job.before_gate_flops_L[layer] * s_per_flop,
             counts_s=self._counts_s + plan.shares_exactly * (self._counts_s + EXACT_SHARES_S),
             dispatch=dispatch,
@@ -239,6 +268,18 @@ class LayerPrices:
             first_plan_s=first_plan_s,
             host_s=host_s + self._messages.batch_host_s * posted,
         )
+
+    def _with_peers(self, tokens: TokenDispatch, times: int, *exchange: LinkTimes) -> list[LinkTimes]:
+        """Dispatch and combine with the gather of rows among the ranks that hold parts of an expert.
+
+        Each of them gets the rows that the others have received, over the links inside a node.
+        """
+        rows = float(tokens.device_tokens_D.max()) / times
+        peers_s = self.links.counts.near.time_s((self.job.num_peers - 1) * self.job.token_bytes * rows)
+        return [
+            replace(one, near_s=one.near_s + peers_s, far_s=one.far_s + (0 if one.in_turn else peers_s))
+            for one in exchange
+        ]
 
     @cached_property
     def _messages(self) -> MessageRule:

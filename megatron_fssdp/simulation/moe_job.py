@@ -4,6 +4,9 @@ Shape letters: L MoE layers.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
@@ -16,6 +19,7 @@ from megatron_fssdp.planning.cost.link_seconds import cluster_cost
 from megatron_fssdp.planning.memory import FP32_BYTES, ExpertOptimizer
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule
+from megatron_fssdp.simulation.layout import StageLayers, stages_of
 from megatron_fssdp.simulation.parameter_count import (
     count_parameters,
     dense_matrix_elements,
@@ -45,16 +49,24 @@ class MoeJob:
         expert_flops_per_token: FLOPs of one expert for one token.
         gradient_bytes: Bytes of one element of ``main_grad``.
         before_layer_flops_L: For each MoE layer, FLOPs of a micro-batch between the transformer layer of the
-            previous MoE layer and its own: embeddings and dense layers.
+            previous MoE layer and its own: embeddings and dense layers. ``before_again_flops_L`` of them
+            are computed again in the backward pass; default: none.
         before_gate_flops_L: For each MoE layer, FLOPs of a micro-batch in its own transformer layer up to the
             dispatch: attention, gate and shared experts. spAG is hidden under this compute.
         after_layers_flops: FLOPs of a micro-batch after the last MoE layer: dense layers and logits.
+            ``after_again_flops`` of them are computed again.
+        recomputed: MoE layers, from 0, whose transformer layer the backward pass runs forward again. It keeps
+            the inputs of each ``recomputed_at_once`` layers.
         dense_elements: Elements of the parameters that every device has, without experts, biases and norms.
         expert_data_parallel_size: Number of expert-parallel groups that own the same experts.
         data_parallel_size: Number of ranks that have the same dense parameters.
         reduces_dense_at_end: Whether dense gradients are reduced after the last backward pass.
         activation_bytes: Estimated bytes that a micro-batch keeps for its backward pass, without experts.
         activation_bytes_per_pair: Estimated bytes that experts keep for each (token, k) pair.
+        recomputed_bytes: The same, without experts, of the layers that are recomputed together.
+        pipeline: The simulated pipeline stage; default: one stage that has all layers.
+        num_peers: Ranks that hold parts of each expert (expert tensor parallelism). They count as one device
+            with the tokens of all; ``token_bytes``, expert elements and FLOPs are the part of one rank.
         on_cuda: Whether devices are GPUs. Transfers between GPUs use larger messages.
         host: Costs of planning on the host, or ``None`` to leave them out.
         choices: What a record of the loads knows about the experts of the tokens, and whether Megatron's
@@ -74,6 +86,13 @@ class MoeJob:
     before_layer_flops_L: tuple[float, ...]
     before_gate_flops_L: tuple[float, ...]
     after_layers_flops: float = 0.0
+    before_again_flops_L: tuple[float, ...] = ()
+    after_again_flops: float = 0.0
+    recomputed: frozenset[int] = frozenset()
+    recomputed_at_once: int = 1
+    recomputed_bytes: float = 0.0
+    pipeline: PipelineStage | None = None
+    num_peers: int = 1
     dense_elements: int = 0
     optimizer: ExpertOptimizer = field(default_factory=ExpertOptimizer)
     expert_data_parallel_size: int = 1
@@ -111,9 +130,31 @@ class MoeJob:
         """Number of (token, k) pairs that a device routes in an iteration."""
         return self.tokens_per_micro_batch * self.num_micro_batches * self.top_k
 
+    @property
+    def stage(self) -> PipelineStage:
+        """The simulated pipeline stage."""
+        return self.pipeline or PipelineStage((self.num_layers,))
+
+    @property
+    def bubble(self) -> float:
+        """Idle seconds of the pipeline stage over those of its micro-batches (1F1B, interleaved)."""
+        return (self.stage.num_stages - 1) / (self.num_micro_batches * len(self.stage.layers_of_chunk))
+
+    @property
+    def micro_batches_in_flight(self) -> float:
+        """Most micro-batches whose activations the stage keeps; chunks of layers are parts of one."""
+        return self.stage.layers_in_flight(self.num_micro_batches) / self.num_layers
+
+    def kept_pairs(self, pairs_LD: np.ndarray) -> float:
+        """(token, k) pairs whose activations the busiest device keeps, from those that it computes."""
+        again_L = np.isin(np.arange(self.num_layers), [*self.recomputed])
+        kept_D = self.micro_batches_in_flight * np.sum(pairs_LD[~again_L], axis=0)
+        most_D = pairs_LD[again_L].max(axis=0, initial=0) * self.recomputed_at_once
+        return float((kept_D + most_D).max())
+
     def held_replicas(self, life: ReplicaLife) -> HeldReplicas:
-        """When a device holds replicas: one micro-batch is in flight, without pipelines."""
-        return HeldReplicas(life, PipelineStage((self.num_layers,)), self.num_micro_batches)
+        """How long, and of which layers of the stage, a device holds replicas."""
+        return HeldReplicas(life, self.stage, self.num_micro_batches)
 
     def with_tokens(self, factor: float) -> "MoeJob":
         """The job with ``factor`` times as many tokens on every device, in equally long sequences."""
@@ -121,71 +162,73 @@ class MoeJob:
             self,
             tokens_per_micro_batch=self.tokens_per_micro_batch * factor,
             before_layer_flops_L=tuple(flops * factor for flops in self.before_layer_flops_L),
+            before_again_flops_L=tuple(flops * factor for flops in self.before_again_flops_L),
             before_gate_flops_L=tuple(flops * factor for flops in self.before_gate_flops_L),
             after_layers_flops=self.after_layers_flops * factor,
+            after_again_flops=self.after_again_flops * factor,
             activation_bytes=self.activation_bytes * factor,
+            recomputed_bytes=self.recomputed_bytes * factor,
         )
 
 
-def job_of_run(run: RunConfig) -> MoeJob:
-    """The job of a training run's settings.
+def job_of_run(run: RunConfig, stage: StageLayers | None = None) -> MoeJob:
+    """The job of a training run's settings, or of one of its pipeline stages; by default of all layers.
 
     FLOPs count matrix products, two operations for each multiply-add, and attention in full although half of
-    it is masked, as in Megatron's own throughput figure.
+    it is masked, as in Megatron's own throughput figure. Ranks of tensor and context parallelism share the
+    tokens, as under sequence parallelism; their own collectives are not counted.
 
     Raises:
-        ConfigurationError: The model has no experts, or uses parallelism or recomputation that is not
-            simulated.
+        ConfigurationError: The model has no experts, or its layers do not fit the pipeline.
     """
     model, cut, training = run.model, run.parallelism, run.training
     if model.num_experts is None:
         raise ConfigurationError("simulate: the model has no experts; set model.num_experts")
-    for kind in ("tensor_model", "pipeline_model", "context", "expert_tensor"):
-        name = f"{kind}_parallel_size"
-        size = getattr(cut, name) or 1
-        if size > 1:
-            raise ConfigurationError(
-                f"simulate: parallelism.{name} is {size}, wanted 1, because only data and expert "
-                "parallelism are simulated; describe the part of one stage or shard as a separate model"
-            )
-    if training.recompute_granularity == "full":
-        raise ConfigurationError(
-            "simulate: training.recompute_granularity is full, wanted selective or null, because recomputed "
-            "layers are not simulated; change it"
-        )
-    tokens = model.seq_length * training.micro_batch_size
+    stage = stage or stages_of(run, as_one=True)[0]
+    dense_ranks = cut.tensor_model_parallel_size * cut.context_parallel_size
+    peers, expert_ranks = cut.expert_tensor_size, cut.expert_model_parallel_size * cut.expert_tensor_size
+    tokens = model.seq_length * training.micro_batch_size / dense_ranks
     dtype_bytes = FP32_BYTES if training.precision == "fp32" else 2
     inner_of_pair = (2 if model.is_gated else 1) * 2 * model.expert_ffn_size
-    before_layer, before_gate, after_layers = _flops_by_layer(model, run.vocab_size, tokens)
-    count = count_parameters(model, run.vocab_size)
+    flops = _flops_by_layer(model, run.vocab_size, tokens, stage)
     hidden_bytes = tokens * model.hidden_size * dtype_bytes
+    layers, ranks = stage.layers, cut.world_size // cut.pipeline_model_parallel_size
+    num_recomputed, at_once = sum(again for _, again in layers), stage.recomputed_at_once
     return MoeJob(
         num_devices=cut.expert_model_parallel_size,
         num_experts=model.num_experts,
         top_k=model.moe_router_topk,
-        tokens_per_micro_batch=tokens,
+        tokens_per_micro_batch=tokens * peers,
         num_micro_batches=run.global_batch_size // (training.micro_batch_size * cut.data_parallel_size),
-        token_bytes=model.hidden_size * dtype_bytes,
-        expert_elements=expert_elements(model),
-        expert_flops_per_token=2.0 * mlp_matrix_elements(model, model.expert_ffn_size),
+        token_bytes=-(-model.hidden_size * dtype_bytes // peers),
+        expert_elements=-(-expert_elements(model) // peers),
+        expert_flops_per_token=2.0 * mlp_matrix_elements(model, model.expert_ffn_size) / peers,
         dtype_bytes=dtype_bytes,
         # Megatron's main_grad is fp32 also in bf16 training.
         gradient_bytes=2 if training.precision == "fp16" else FP32_BYTES,
-        before_layer_flops_L=before_layer,
-        before_gate_flops_L=before_gate,
-        after_layers_flops=after_layers,
+        before_layer_flops_L=flops.before_layer,
+        before_gate_flops_L=flops.before_gate,
+        after_layers_flops=flops.after_layers,
+        before_again_flops_L=flops.before_again,
+        after_again_flops=flops.after_again,
+        recomputed=flops.recomputed,
+        recomputed_at_once=at_once,
+        recomputed_bytes=ACTIVATIONS_PER_HIDDEN * hidden_bytes * min(at_once, num_recomputed),
+        pipeline=None if stage.num_stages == 1 else stage.pipeline(model.moe_layers),
+        num_peers=peers,
         # Layers of multi-token prediction are left out, as in the modelled time.
-        dense_elements=count.layer_matrices + count.outside_layers,
+        dense_elements=-(-_dense_elements(model, run.vocab_size, stage) // cut.tensor_model_parallel_size),
         optimizer=ExpertOptimizer(
             num_state_tensors=2 if training.optimizer == "adam" else 1,
             has_master_weights=training.precision != "fp32",
             is_distributed=cut.use_distributed_optimizer,
         ),
-        expert_data_parallel_size=cut.world_size // cut.expert_model_parallel_size,
-        data_parallel_size=cut.data_parallel_size,
-        reduces_dense_at_end=cut.data_parallel_size > 1 and not cut.overlap_grad_reduce,
-        activation_bytes=model.num_layers * ACTIVATIONS_PER_HIDDEN * hidden_bytes,
-        activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + inner_of_pair),
+        expert_data_parallel_size=ranks // expert_ranks,
+        data_parallel_size=ranks // cut.tensor_model_parallel_size,
+        reduces_dense_at_end=ranks > cut.tensor_model_parallel_size and not cut.overlap_grad_reduce,
+        activation_bytes=hidden_bytes
+        * (ACTIVATIONS_PER_HIDDEN * (len(layers) - num_recomputed) + -(-num_recomputed // at_once)),
+        activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + inner_of_pair / peers),
         on_cuda=training.device != "cpu",
         host=MEASURED,
         choices=TokenChoices(
@@ -195,24 +238,49 @@ def job_of_run(run: RunConfig) -> MoeJob:
     )
 
 
-def _flops_by_layer(
-    model: ModelArguments, vocab_size: int, tokens: int
-) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-    """FLOPs before each MoE layer's transformer layer, in it up to the dispatch, and at the end."""
+def _dense_elements(model: ModelArguments, vocab_size: int, stage: StageLayers) -> int:
+    """Elements of a stage's matrices outside experts: the first has the embedding, the last the output."""
+    elements = sum(dense_matrix_elements(model, model.moe_layers[layer]) for layer, _ in stage.layers)
+    output = vocab_size * model.hidden_size
+    outside = count_parameters(model, vocab_size).outside_layers
+    at_end = output if model.untie_embeddings_and_output_weights else 0
+    if stage.stage == 0:
+        elements += outside - at_end
+    if stage.is_last:  # Of one matrix for embedding and output, both ends of a pipeline have a copy.
+        elements += output if stage.num_stages > 1 else at_end
+    return elements
+
+
+class _Flops(NamedTuple):
+    """FLOPs of a micro-batch's forward pass, as in :class:`MoeJob`."""
+
+    before_layer: tuple[float, ...]
+    before_gate: tuple[float, ...]
+    before_again: tuple[float, ...]
+    recomputed: frozenset[int]
+    after_layers: float
+    after_again: float
+
+
+def _flops_by_layer(model: ModelArguments, vocab_size: int, tokens: float, stage: StageLayers) -> _Flops:
     hidden, scores_width = model.hidden_size, 2 * model.head_width
     if model.multi_latent_attention:
         scores_width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
     # Scores and values are computed for all tokens, also for those that a mask or a window removes.
     scores = 2.0 * model.seq_length * model.num_attention_heads * scores_width
-    before_layer, before_gate, running = [], [], 0.0
-    for is_moe in model.moe_layers:
+    rows: list[tuple[float, float, float]] = []
+    running, again, recomputed = 0.0, 0.0, set[int]()
+    for layer, is_recomputed in stage.layers:
+        is_moe = model.moe_layers[layer]
         flops = scores + 2.0 * dense_matrix_elements(model, is_moe)
         if is_moe:
-            before_layer.append(tokens * running)
-            before_gate.append(tokens * flops)
-            running = 0.0
+            recomputed |= {len(rows)} if is_recomputed else set()
+            rows.append((tokens * running, tokens * flops, tokens * again))
+            running = again = 0.0
         else:
-            running += flops
-    before_logits = 2.0 * hidden * hidden if model.family == "bert" else 0.0
-    logits = before_logits + 2.0 * hidden * vocab_size
-    return tuple(before_layer), tuple(before_gate), tokens * (running + logits)
+            running, again = running + flops, again + is_recomputed * flops
+    logits = 2.0 * hidden * hidden if model.family == "bert" else 0.0
+    logits = logits + 2.0 * hidden * vocab_size if stage.is_last else 0.0
+    before, gate, before_again = (tuple(row[i] for row in rows) for i in range(3))
+    behind, behind_again = tokens * (running + logits), tokens * again
+    return _Flops(before, gate, before_again, frozenset(recomputed), behind, behind_again)

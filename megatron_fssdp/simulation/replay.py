@@ -103,6 +103,7 @@ def replay_strategy(
         for past_ZLDE in by_micro_batch(past_ILDE[-strategy.window :], num_micro_batches):
             for history, past_ZDE in zip(histories, past_ZLDE.swapaxes(0, 1), strict=True):
                 _remember(history, past_ZDE.astype(np.int64))
+    micro_batches: list[list[LayerDecision]] = []
     # If there are earlier iterations, they have already been measured.
     profiled_at = strategy.profile_iterations if past_ILDE is None else 0
     for iteration, counts_ZLDE in enumerate(counts_IZLDE):
@@ -127,11 +128,14 @@ def replay_strategy(
         ]
         source_P = np.concatenate([owner_E[expert_P] for owner_E, expert_P, _ in moves])
         device_P = np.concatenate([device_P for *_, device_P in moves])
-        micro_batches: list[list[LayerDecision]] = [[] for _ in counts_ZLDE]
+        before_Z, micro_batches = micro_batches, [[] for _ in counts_ZLDE]
         for layer, (context, history) in enumerate(zip(contexts, histories, strict=True)):
             plan = planned = plan_before_gate(strategy, context, history)
             for number, layers in enumerate(micro_batches):
-                counts_DE = frozen_array(counts_ZLDE[number, layer], np.int64)
+                # Equal counts stay one array, so that what follows from them is found again by it.
+                counts_DE = before_Z[number][layer].counts_DE if before_Z else None
+                if counts_DE is None or not np.array_equal(counts_DE, counts_ZLDE[number, layer]):
+                    counts_DE = frozen_array(counts_ZLDE[number, layer], np.int64)
                 # The first micro-batch corrects a plan for the iteration.
                 if planned.each_micro_batch or number == 0:
                     served = times if planned.each_micro_batch else num_micro_batches

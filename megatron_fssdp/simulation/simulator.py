@@ -190,7 +190,11 @@ def simulate(
         on_plan=on_plan,
     )
     iterations = [prices.iteration(decided) for decided in replayed]
-    parts = [Lanes().run_iteration(iteration).parts_s for iteration in iterations]
+    parts: list[dict[str, float]] = []
+    for before, iteration in zip((None, *iterations), iterations, strict=False):
+        # Equal layers are the same objects.
+        is_same = before is not None and vars(before) == vars(iteration)
+        parts.append(parts[-1] if is_same else Lanes().run_iteration(iteration).parts_s)
     parts_s = {part: np.array([seconds[part] for seconds in parts]) for part in PARTS}
     memory = device_memory(job, cluster, iterations, strategy.resident_slots)
     return StrategyOutcome(name, parts_s, iterations, memory, warm_up)
@@ -208,6 +212,8 @@ def checked_strategy(
     try:
         strategy.check_sizes(job.num_experts, topology)
         is_ours = strategy.travel.exchange == "deduplicated" or strategy.travel.smart_schedule is True
+        if job.num_peers > 1 and strategy.travel.smart_schedule:
+            raise ValueError("smart_schedule needs whole experts; use expert_tensor_parallel_size 1")
         if job.choices is not None and job.choices.is_fused and is_ours:
             what = "moe_token_dispatcher_type flex sends the tokens itself"
             raise ValueError(f"{what}; remove exchange and smart_schedule")
@@ -245,7 +251,7 @@ def _pairs_at_peak(strategy: Strategy, counts_ILDE: np.ndarray, topology: Topolo
     times, most = job.num_micro_batches // number, 0.0
     for layers in replayed.micro_batches:
         of_layers = [plan.dispatch(counts_DE, topology, times) for _, plan, counts_DE in layers]
-        most = max(most, float(np.sum([one.device_tokens_D for one in of_layers], axis=0).max()))
+        most = max(most, job.kept_pairs(np.stack([one.device_tokens_D for one in of_layers])))
     return number * most
 
 
@@ -297,13 +303,15 @@ def device_memory(
     Without decisions (``iterations``), there are no replicas and so many ``pairs``, by default
     those of even loads. Memory for resident replicas is reserved from the start.
     """
-    pairs = job.pairs_per_device * job.num_layers if pairs is None else pairs
+    if pairs is None:
+        pairs = job.kept_pairs(np.full((job.num_layers, 1), job.pairs_per_device))
     owned = max(job.num_experts // job.num_devices, 1)
-    layers = [layer for iteration in iterations for one in iteration.micro_batches for layer in one]
+    of_all = (layer for iteration in iterations for one in iteration.micro_batches for layer in one)
+    layers = [*dict.fromkeys(of_all)]
     if layers:
         # Activations are those of the micro-batch with the busiest device.
         pairs = max(
-            len(iteration.micro_batches) * np.sum([layer.tokens_D for layer in one], axis=0).max()
+            len(iteration.micro_batches) * job.kept_pairs(np.stack([layer.tokens_D for layer in one]))
             for iteration in iterations
             for one in iteration.micro_batches
         )
@@ -329,5 +337,6 @@ def device_memory(
     )
     dense_bytes = job.dense_elements * (job.dtype_bytes + job.gradient_bytes)
     dense_bytes += job.optimizer.state_bytes(job.dense_elements, job.data_parallel_size)
-    activation_bytes = job.activation_bytes + job.activation_bytes_per_pair * pairs / job.num_micro_batches
+    activation_bytes = job.micro_batches_in_flight * job.activation_bytes + job.recomputed_bytes
+    activation_bytes += job.activation_bytes_per_pair * pairs / job.num_micro_batches
     return DeviceMemory(experts, dense_bytes, int(activation_bytes), cluster.memory_bytes)

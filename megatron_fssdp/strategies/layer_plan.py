@@ -4,7 +4,7 @@ Shape letters: D devices, E experts, L MoE layers.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -81,6 +81,11 @@ class LayerContext:
         """The plan without replicas."""
         placement = ExpertPlacement.owners_only(self.owner_E, self.num_devices)
         return LayerPlan(placement, TransferPlan(self.num_devices, np.empty((0, 4), np.int64)))
+
+    @cached_property
+    def owners_only_at_first(self) -> "LayerPlan":
+        """The plan without replicas before those of each micro-batch."""
+        return replace(self.owners_only, each_micro_batch=True)
 
     def with_exchange(self, deduplicated: bool) -> "LayerContext":
         """The same layer with prices of the deduplicated exchange, or of Megatron's."""
@@ -176,8 +181,7 @@ class LayerPlan:
     @classmethod
     def owners_only(cls, context: LayerContext, *, each_micro_batch: bool = False) -> "LayerPlan":
         """A plan without replicas."""
-        plan = context.owners_only
-        return replace(plan, each_micro_batch=True) if each_micro_batch else plan
+        return context.owners_only_at_first if each_micro_batch else context.owners_only
 
     def dispatch(
         self, counts_DE: np.ndarray, topology: Topology, num_micro_batches: int = 1
@@ -232,6 +236,31 @@ def plan_price(
     tokens = float(dispatch.device_tokens_D.max())
     parts_s = kernels().Price(costs).parts(tokens, *pairs.bounds, *moves)
     return LayerPrice(times * (1 + BACKWARD_PER_FORWARD) * profile.non_moe_s, *parts_s)
+
+
+class LastPlans:
+    """Each layer's last plan of a pure function, which is also the next one if its arguments are equal.
+
+    So what follows from the plan needs no second computation either.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[LayerContext, LayerPlan | None, np.ndarray, LayerPlan]] = {}
+
+    def of(
+        self,
+        context: LayerContext,
+        plan: LayerPlan | None,
+        numbers: np.ndarray,
+        make: Callable[[], LayerPlan],
+    ) -> LayerPlan:
+        """The plan that ``make`` makes of some numbers, such as counts, and another plan if there is one."""
+        known = self._last.get(context.layer)
+        if known is None or not (
+            known[0] is context and known[1] is plan and np.array_equal(known[2], numbers)
+        ):
+            known = self._last[context.layer] = context, plan, numbers.copy(), make()
+        return known[3]
 
 
 def fastest(

@@ -110,7 +110,7 @@ def _check(strategy: Strategy, context: LayerContext, plan: LayerPlan) -> None:
     what = f"layer {context.layer}: {name} of package {strategy.package}"
     if not isinstance(plan, LayerPlan):
         raise ConfigurationError(f"{what}: got {plan!r:.80}, wanted a LayerPlan; correct the strategy")
-    if not plan.transfer.edges:
+    if not len(plan.transfer.table):
         return
     if not strategy.may_replicate(context.layer):
         wanted = f"no replicas, because {name}.may_replicate says no"

@@ -30,7 +30,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import GroupRing, Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LastPlans, LayerContext, LayerPlan
 
 
 class Strategy[Settings: PlacementSettings](ABC):
@@ -189,6 +189,7 @@ class MeasuredReplicas[Settings: SlotKeys](Strategy[Settings]):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.profile_iterations, self.overlaps = profile_iterations(), settings.overlap
+        self._plans = LastPlans()
 
     def slots(self, context: LayerContext) -> int:
         """Most replicas of a layer on a device: given or measured; before that, as many as it owns."""

@@ -51,17 +51,9 @@ def test_dense_layers_count_before_the_next_moe_layer() -> None:
     assert (job.dtype_bytes, job.gradient_bytes, job.optimizer.has_master_weights) == (2, 4, True)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("training.recompute_granularity=full", "recompute_granularity is full"),
-        ("parallelism.pipeline_model_parallel_size=2", "parallelism.pipeline_model_parallel_size is 2"),
-    ],
-)
-def test_settings_that_cannot_be_simulated_are_refused(override: str, message: str) -> None:
-    more: tuple[str, ...] = ("parallelism.expert_model_parallel_size=2",) if "pipeline" in override else ()
-    with pytest.raises(ConfigurationError, match=message):
-        job_of_run(run_of(override, *more))
+def test_full_recomputation_without_a_method_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="recompute_method is null"):
+        job_of_run(run_of("training.recompute_granularity=full"))
 
 
 def test_generated_loads_have_the_jobs_size() -> None:

@@ -215,6 +215,9 @@ def simulate_command(
         ),
     ] = None,
     settings: Annotated[Texts, key_values("Any setting of the run.", "--set")] = None,
+    stage: Annotated[
+        int | None, typer.Option(min=0, help="Pipeline stage to simulate, from 0. Default: the slowest.")
+    ] = None,
     cluster_set: Annotated[Texts, key_values("A value of the cluster.")] = None,
     moe_strategy_set: Annotated[Texts, key_values("A setting for all strategies that have this key.")] = None,
     break_even: Annotated[
@@ -231,6 +234,7 @@ def simulate_command(
     from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.files.written_files import refuse_foreign, refuse_unwritable, written_whole
     from megatron_fssdp.report.simulations import simulation_page as pages
+    from megatron_fssdp.report.simulations.simulated_loads import simulated_stage
     from megatron_fssdp.report.simulations.simulation_report import write_report
     from megatron_fssdp.simulation.moe_job import job_of_run
 
@@ -241,11 +245,12 @@ def simulate_command(
             "--strategies: got no name; give names separated by commas, such as ep,fssdp"
         )
     run = load_run(models, settings or ())
-    job, described = job_of_run(run), ranking.described_cluster(cluster, cluster_set or ())
+    described = ranking.described_cluster(cluster, cluster_set or ())
     chosen = {name: ranking.settings_of(name, run, moe_strategy_set or ()) for name in names}
     console = Console(markup=False)
-    record, note = ranking.loads_with_progress(loads, job, console, slice(iterations), seed)
-    count = len(record.iterations)
+    record, note = ranking.loads_with_progress(loads, job_of_run(run), console, slice(iterations), seed)
+    job, record, links, words = simulated_stage(run, record, described, stage)
+    note, count = "; ".join(filter(None, (note, words))), len(record.iterations)
     title = f"{loads} on {described.name}: {count} iterations, {' + '.join(path.name for path in models)}"
     wraps = console.is_terminal  # a log keeps each sentence on one line, so that a search finds it
     header, file = "Written by megatron-fssdp simulate.", out / "cluster.yaml"
@@ -256,7 +261,7 @@ def simulate_command(
     with written_whole(out, "--out") as partial:
         refuse_foreign(file, "--out", f"# {header}".encode())
         report = ranking.ranked_strategies(
-            *(title, record, described, job, chosen), note=note, with_break_even=break_even, console=console
+            *(title, record, links, job, chosen), note=note, with_break_even=break_even, console=console
         )
         console.print(pages.simulation_headline(report), highlight=False, soft_wrap=not wraps)
         console.print("", *report.terminal_tables(), sep="\n")

@@ -170,7 +170,7 @@ def ranked_strategies(
     notes += [note] if note else []
     notes += [_COLUMNS, _BREAK_EVEN] if with_break_even else [_COLUMNS]
     if "parm" in settings:
-        notes.append("parm equals ep here: only jobs without tensor parallelism are simulated.")
+        notes.append("parm equals ep here: schedules of tensor-parallel collectives are not simulated.")
     shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}
     if any(shares.values()):
         described = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items())

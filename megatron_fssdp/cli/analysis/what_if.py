@@ -11,7 +11,7 @@ from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIE
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.run_settings import run_config_of
-from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
+from megatron_fssdp.report.simulations.simulated_loads import loads_for_job, simulated_stage
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable
 from megatron_fssdp.simulation.moe_job import job_of_run
@@ -92,11 +92,9 @@ def ranking_of_loads(
     settings: Mapping[str, StrategySettings],
 ) -> SimulationReport:
     """Rank strategies on the last loads of a record that fits the run's model."""
-    job, cluster, last = (
-        job_of_run(config),
-        described_cluster(cluster_name),
-        record.of_iterations(_ITERATIONS),
-    )
+    last, cluster = record.of_iterations(_ITERATIONS), described_cluster(cluster_name)
+    job, last, links, words = simulated_stage(config, last, cluster)
+    note = "; ".join(filter(None, (note, words)))
     numbers = f"iterations {last.iterations[0]} to {last.iterations[-1]}"
     title = f"loads of {name}, {numbers},{where} on {job.num_devices} devices of {cluster.name}"
-    return ranked_strategies(title, last, cluster, job, settings, note=note)
+    return ranked_strategies(title, last, links, job, settings, note=note)

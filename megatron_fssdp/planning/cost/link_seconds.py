@@ -4,6 +4,7 @@ Shape letters: E experts, D devices, P pairs of expert and device.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -144,6 +145,7 @@ class ClusterLinks(NamedTuple):
     counts: LinkSet
 
 
+@lru_cache(maxsize=64)
 def gather_counts_s(links: LinkSet, topology: Topology, num_experts: int) -> float:
     """Seconds in which every device gets the router counts of all other devices."""
     if topology.num_devices == 1:

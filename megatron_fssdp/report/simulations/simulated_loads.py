@@ -11,6 +11,8 @@ import numpy as np
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import unknown_name
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.strategy.strategy_registry import BASELINE, STRATEGIES
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices, expected_hops
 from megatron_fssdp.planning.cost.link_seconds import topology_of
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -18,7 +20,9 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.load_sources import read_any_loads
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.rank_traces import OnProgress, RoutedModel
-from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.layout import cluster_of_devices, stages_of
+from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
+from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.simulation.workloads import WORKLOADS, fitted_loads, generated_loads
 
 _GENERATED_ITERATIONS = 20
@@ -55,6 +59,49 @@ def loads_for_job(
     scaled = "" if factor == 1.0 else f"tokens scaled by {factor:.4g} to the model's batch size"
     note = "; ".join(filter(None, (how, scaled)))
     return replace(found, counts_ILDE=counts), note and f"loads: {note}"
+
+
+def simulated_stage(
+    run: RunConfig, record: RecordedLoads, cluster: ClusterDescription, asked: int | None = None
+) -> tuple[MoeJob, RecordedLoads, ClusterDescription, str]:
+    """Choose one pipeline stage of a run, by default the slowest: its job, loads and cluster, and a sentence.
+
+    The slowest one has the most modelled seconds under plain expert parallelism with the mean loads of the
+    record, which is of all MoE layers. Devices of the cluster have whole experts.
+
+    Raises:
+        ConfigurationError: The stage that is asked for does not exist, or no expert is in it.
+    """
+    stages, is_moe_L = stages_of(run), np.array(run.model.moe_layers)
+    cluster = cluster_of_devices(cluster, run.parallelism.expert_tensor_size)
+    if asked is not None and asked >= len(stages):
+        raise ConfigurationError(
+            f"--stage: got {asked}, wanted 0 to {len(stages) - 1}, as in the run's pipeline"
+        )
+    if len(stages) == 1:
+        return job_of_run(run), record, cluster, ""
+    found, seconds = dict[int, tuple[MoeJob, RecordedLoads]](), dict[int, float]()
+    for one in stages:
+        layers = [layer for layer, _ in one.layers if is_moe_L[layer]]
+        if layers:
+            job, loads = job_of_run(run, one), record.of_layers((is_moe_L.cumsum()[layers] - 1).tolist())
+            mean = np.rint(loads.counts_ILDE.mean(axis=0, keepdims=True)).astype(np.int32)
+            found[one.stage] = job, loads
+            if asked is None:
+                seconds[one.stage] = simulate(
+                    BASELINE, STRATEGIES[BASELINE].settings(), mean, cluster, job
+                ).mean_s
+    if asked is not None and asked not in found:
+        raise ConfigurationError(f"--stage: got {asked}, which has no MoE layers, wanted one of {[*found]}")
+    number = max(seconds, key=seconds.__getitem__) if asked is None else asked
+    words = f"pipeline stage {number} of 0 to {len(stages) - 1} is simulated, MoE layers: "
+    words += f"{found[number][0].num_layers}"
+    if asked is None:
+        least = min(seconds.values()) / seconds[number]
+        words += (
+            f". It is the slowest of those with experts under ep; the fastest takes {least:.0%} of its time"
+        )
+    return *found[number], cluster, words
 
 
 def unknown_loads(source: str) -> str:

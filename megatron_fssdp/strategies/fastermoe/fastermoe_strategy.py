@@ -24,6 +24,9 @@ class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
         """A plan with the shadows of this micro-batch (FasterMoE, Alg. 1), as soon as costs are measured."""
+        return self._plans.of(context, plan, counts_DE, lambda: self._shadows(context, counts_DE, plan))
+
+    def _shadows(self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan) -> LayerPlan:
         profile = context.profile
         if profile is None:
             return plan

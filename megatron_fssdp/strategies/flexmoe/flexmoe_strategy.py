@@ -3,6 +3,8 @@
 Shape letters: D devices, E experts.
 """
 
+from functools import cache
+
 import numpy as np
 
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
@@ -13,6 +15,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.flexmoe.flexmoe_planner import next_resident_placement
 from megatron_fssdp.strategies.flexmoe.flexmoe_settings import FlexmoeSettings
 from megatron_fssdp.strategies.layer_plan import (
+    LastPlans,
     LayerContext,
     LayerPlan,
     plan_price,
@@ -36,6 +39,7 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
         super().__init__(settings)
         self.window, self.profile_iterations = settings.window, profile_iterations()
         self.overlaps, self.resident_slots = settings.overlap, settings.slots
+        self._plans = LastPlans()
 
     def slots(self, context: LayerContext) -> int:
         """Largest number of replicas of a layer on a device."""
@@ -52,6 +56,7 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
             return present
         counts_DE = np.rint(load_DE).astype(np.int64)
 
+        @cache
         def layer_s(placement: ExpertPlacement) -> float:
             return plan_price(self._plan_of(placement, context), counts_DE, context).seconds
 
@@ -73,7 +78,9 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """A plan with the present resident replicas."""
-        return self._plan_of(context.placement, context)
+        return self._plans.of(
+            context, None, context.owner_E, lambda: self._plan_of(context.placement, context)
+        )
 
     def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
         if not placement.num_replicas:

@@ -8,6 +8,7 @@ Shape letters: D devices, E experts.
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,12 +32,22 @@ def counting_s(context: LayerContext) -> float:
 
 def search_s(context: LayerContext) -> float:
     """Seconds of a search for a layer of this size on the host."""
-    return MEASURED.of_layer("fssdp", context.num_experts, context.num_devices).before_gate_s
+    return _search_s(context.num_experts, context.num_devices)
+
+
+@lru_cache
+def _search_s(num_experts: int, num_devices: int) -> float:
+    return MEASURED.of_layer("fssdp", num_experts, num_devices).before_gate_s
 
 
 def even_s(context: LayerContext, counts_DE: np.ndarray) -> float:
     """Modelled seconds of an iteration with as many pairs in which all loads are even: no plan is faster."""
-    mean_DE = np.full(counts_DE.shape, counts_DE.sum() / counts_DE.size)
+    return _even_s(context, float(counts_DE.sum() / counts_DE.size))
+
+
+@lru_cache(maxsize=512)  # layers of a model have equally many pairs in all iterations
+def _even_s(context: LayerContext, mean: float) -> float:
+    mean_DE = np.full((context.num_devices, context.num_experts), mean)
     return plan_price(context.owners_only, mean_DE, context).seconds
 
 

@@ -50,7 +50,7 @@ class _Kept(NamedTuple):
     """A layer's last placement, used last after ``number`` iterations, and what its search promised.
 
     Its replicas have the given life. ``planned_s`` and ``plain_s`` are the layer's modelled seconds with and
-    without them.
+    without them. It was last compared with ``load_DE``.
     """
 
     placement: ExpertPlacement
@@ -59,6 +59,7 @@ class _Kept(NamedTuple):
     planned_s: float
     plain_s: float
     profile: LayerProfile
+    load_DE: np.ndarray
 
 
 class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings]):
@@ -71,6 +72,10 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         super().__init__(settings)
         self._is_hecate = settings.planner == "hecate"
         self._kept: dict[int, _Kept] = {}
+        self._made: dict[int, tuple[LayerContext, LayerPlan, float]] = {}
+        """Each layer's last plan, which serves as long as its context, placement and number of pairs do."""
+        self._searches: dict[int, tuple[LayerContext, _Kept | None, _Kept]] = {}
+        """Each layer's last search: its context, its seed, and what it found."""
         self._policies: dict[int, tuple[ExpertPlacement, DispatchPolicy]] = {}
         self._sources: dict[int, SourceChoice] = {}
         self._clock = ReshardClock(WINDOW, settings.reshard_interval)
@@ -147,12 +152,21 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         """The plan with the fewest modelled seconds under the predicted loads; costs are measured."""
         found = self._found(context, history.forecast_DE(), history.num_seen)
         in_pass = found.life is ReplicaLife.LAYER_PASS
+        num_pairs = float(history.mean_E().sum())
+        made = self._made.get(context.layer)
+        if (
+            made is not None
+            and made[0] is context
+            and made[1].placement is found.placement
+            and (made[2], made[1].rematerialize) == (num_pairs, in_pass)
+        ):
+            return made[1]
         plan = self.plan_of(found.placement, context, rematerialize=in_pass)
         if plan.placement.num_replicas:
             plan = replace(plan, dispatch_policy=self._policy(plan, context, history))
             if self.splits and not in_pass:
-                early = early_share(plan.transfer, float(history.mean_E().sum()), context)
-                plan = replace(plan, early=early)
+                plan = replace(plan, early=early_share(plan.transfer, num_pairs, context))
+        self._made[context.layer] = context, plan, num_pairs
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
@@ -257,7 +271,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
                 slots=slots, most_replicated=context.num_experts, start=start
             )
             if best is None or seconds < (1 - LEAST_SAVING) * best.planned_s:
-                best = _Kept(placement, life, number, seconds, search.plain_s, context.costs)
+                best = _Kept(placement, life, number, seconds, search.plain_s, context.costs, load_DE)
             if placement.replicas_per_device_D.max() < slots:
                 break
         assert best is not None
@@ -275,16 +289,31 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             number - kept.number not in (0, 1) or not np.array_equal(kept.placement.owner_E, context.owner_E)
         ):
             kept = None
-        if kept is not None and kept.profile is context.profile and (number + context.layer) % RENEWAL:
-            search = self._search(context, load_DE, kept.life)
-            seconds = search.seconds(kept.placement)
-            # Loads that cost less lower the promise in proportion.
-            promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
-            if seconds - promised_s <= LEAST_SAVING * seconds:
-                found = self._kept[context.layer] = kept._replace(number=number)
-                return found
-        found = self._kept[context.layer] = self._searched(context, load_DE, number, kept)
+        if (
+            kept is not None
+            and kept.profile is context.profile
+            and (number + context.layer) % RENEWAL
+            and (np.array_equal(load_DE, kept.load_DE) or self._holds(kept, context, load_DE))
+        ):
+            found = self._kept[context.layer] = kept._replace(number=number, load_DE=load_DE)
+            return found
+        known = self._searches.get(context.layer)
+        if known is not None and known[0] is context and _same_search(known[1], kept, known[2], load_DE):
+            # The placement is another object all the same, because its dispatch policy is found anew.
+            found = known[2]._replace(placement=replace(known[2].placement), number=number)
+        else:
+            found = self._searched(context, load_DE, number, kept)
+            self._searches[context.layer] = context, kept, found
+        self._kept[context.layer] = found
         return found
+
+    def _holds(self, kept: _Kept, context: LayerContext, load_DE: np.ndarray) -> bool:
+        """Whether a placement still costs what its search promised."""
+        search = self._search(context, load_DE, kept.life)
+        seconds = search.seconds(kept.placement)
+        # Loads that cost less lower the promise in proportion.
+        promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
+        return seconds - promised_s <= LEAST_SAVING * seconds
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether owners are reconsidered now: by the clock if seconds decide, otherwise at the interval."""
@@ -329,3 +358,12 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         """Modelled seconds with other owners and their replicas, if every source sends equally much."""
         load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
         return self._searched(replace(context, owner_E=owner_E), load_DE).planned_s
+
+
+def _same_search(before: _Kept | None, now: _Kept | None, found: _Kept, load_DE: np.ndarray) -> bool:
+    """Whether a search with this seed and these loads repeats the last one, which had another seed."""
+    if before is None or now is None:
+        same_seed = before is now
+    else:
+        same_seed = before.life is now.life and before.placement == now.placement
+    return same_seed and np.array_equal(found.load_DE, load_DE)

@@ -42,7 +42,11 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
         """The plan for the last loads; without replicas until costs are known."""
         if context.profile is None or history.is_empty:
             return LayerPlan.owners_only(context)
-        counts_DE, most, left_out = history.counts_DE(0), context.num_devices - 1, self.settings.left_out
+        counts_DE = history.counts_DE(0)
+        return self._plans.of(context, None, counts_DE, lambda: self._planned(context, counts_DE))
+
+    def _planned(self, context: LayerContext, counts_DE: np.ndarray) -> LayerPlan:
+        most, left_out = context.num_devices - 1, self.settings.left_out
         cases = [0, *doubling(most)] if left_out is None else [min(left_out, most)]
         found = greedy_placements(
             *(context.owner_E, counts_DE, self._model(context), cases),

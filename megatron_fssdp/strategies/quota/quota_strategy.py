@@ -25,6 +25,9 @@ class QuotaStrategy(ReplicasAfterGate[QuotaSettings]):
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
         """A plan with the quotas of this micro-batch, if costs are measured and it saves modelled seconds."""
+        return self._plans.of(context, plan, counts_DE, lambda: self._quotas(context, counts_DE, plan))
+
+    def _quotas(self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan) -> LayerPlan:
         if context.profile is None:
             return plan
         slots = self.slots(context)

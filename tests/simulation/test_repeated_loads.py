@@ -1,0 +1,42 @@
+"""What repeats is computed once; the results must be those of computing it every time."""
+
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from megatron_fssdp.simulation import replay
+from megatron_fssdp.simulation.layer_record import LayerPrices
+from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.strategies import fssdp
+from megatron_fssdp.strategies.layer_plan import LastPlans
+from tests.simulation.small_jobs import cluster_of, job_of, settings_of
+
+
+def outcome_of(name: str, counts_ILDE: np.ndarray) -> StrategyOutcome:
+    job = job_of(devices=4, experts=8, layers=2, tokens_per_micro_batch=16)
+    return simulate(name, settings_of(name), counts_ILDE, cluster_of(nodes=2), job)
+
+
+@pytest.mark.parametrize(
+    "name", ["ep", "fssdp", "prophet", "fastermoe", "quota", "smartmoe", "flexmoe", "auto"]
+)
+def test_results_are_those_of_computing_everything_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    loads = [rng.multinomial(16, rng.dirichlet(np.full(8, 0.4)), size=(2, 4)) for _ in range(2)]
+    # The loads repeat, so that replicas are renewed under equal ones, jump once, and return.
+    counts_ILDE = np.array([*[loads[0]] * 40, *[loads[1]] * 5, *[loads[0]] * 5], np.int32)
+    kept = outcome_of(name, counts_ILDE)
+    monkeypatch.setattr(LastPlans, "of", lambda self, context, plan, numbers, make: make())
+    monkeypatch.setattr(
+        LayerPrices,
+        "_known_layer",
+        lambda self, number, layer, decision, times: self._layer(layer, decision, times, is_first=not number),
+    )
+    monkeypatch.setattr(fssdp, "_same_search", lambda *_: False)
+    monkeypatch.setattr(replay, "np", Mock(wraps=np, array_equal=lambda *_: False, int64=np.int64))
+    anew = outcome_of(name, counts_ILDE)
+    for part, seconds_I in kept.parts_s.items():
+        assert seconds_I.tolist() == anew.parts_s[part].tolist()
+    assert np.array_equiv(kept.tokens_ILD, anew.tokens_ILD)
+    assert kept.memory == anew.memory
