@@ -29,13 +29,13 @@ if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.result_file import write_result
+from devtools.virtual_cuda import virtual_cuda
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.slots.remap import shares
 from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
-from tests.support.virtual_cuda import virtual_cuda
 
 TOP_K, REPLICAS, DEVICES_PER_NODE, PARTS = 8, 2, 8, 13
 SIZES = {"remap": ((4096, 8192), (128, 256), (8, 32, 64)), "expert": (2048, 7168), "heads": (32, 8192, 128)}

@@ -39,14 +39,14 @@ if not __package__:  # run as a file
 from benchmarks.result_file import quartiles
 from benchmarks.testbed.stack_inputs import MicroBatchInput, StackSize, third_of_balanced_iteration_s
 from benchmarks.testbed.testbed_loads import device_max_over_mean
+from devtools.one_card import CardGroups
+from devtools.virtual_cuda.posing.patches import Patches
 from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
-from tests.support.one_card import CardGroups
-from tests.support.virtual_cuda.posing.patches import Patches
 
 RANKS, NODES, SLOTS = 4, 2, 4
 LINKS = LinkCost(5e-6, 1 / 200e9), LinkCost(10e-6, 1 / 50e9)

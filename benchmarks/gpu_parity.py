@@ -77,8 +77,8 @@ REFUSED = {"refused-graphs": "with plans after the gate", "refused-grouped-tenso
 """What the end of a training says that must not begin. Megatron 0.19 does not know the second argument."""
 
 LAUNCHERS = {
-    "virtual": ("-m", "tests.support.virtual_cuda"),
-    "one-card": ("-m", "tests.support.one_card"),
+    "virtual": ("-m", "devtools.virtual_cuda"),
+    "one-card": ("-m", "devtools.one_card"),
 }
 """Words that run a program on virtual devices, or several ranks on one GPU; the program follows."""
 

@@ -10,7 +10,7 @@ Hidden share = 1 - exposed / busy, over the layers of an iteration. Busy is the 
 of the transfers, and exposed the part of it in which compute waits. If there are more ranks than cores, a
 hidden transfer takes cores from the compute that hides it. The ratio of iteration seconds says more then.
 
-``--device virtual`` runs the CUDA code on virtual devices (``tests.support.virtual_cuda``). Times then mean
+``--device virtual`` runs the CUDA code on virtual devices (``devtools.virtual_cuda``). Times then mean
 nothing and are not written. Races and other faults make the benchmark fail.
 """
 

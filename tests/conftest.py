@@ -41,7 +41,7 @@ def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.option.virtual_gpu or request.node.get_closest_marker("gpu") is None:
         yield
         return
-    from tests.support.virtual_cuda import virtual_cuda
+    from devtools.virtual_cuda import virtual_cuda
 
     with virtual_cuda() as device:
         yield

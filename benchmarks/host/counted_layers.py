@@ -14,6 +14,8 @@ from benchmarks.testbed.layer_stack import LayerStack, make_parameters
 from benchmarks.testbed.measurement import make_groups
 from benchmarks.testbed.slot_stack import SlotStack
 from benchmarks.testbed.stack_inputs import IterationInput, LayerInput, MicroBatchInput, StackSize
+from devtools.measured_profile import CHEAP_TO_MOVE
+from devtools.virtual_cuda import VirtualDevice, virtual_cuda
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.placement.placement import even_owners
@@ -22,8 +24,6 @@ from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
-from tests.support.measured_profile import CHEAP_TO_MOVE
-from tests.support.virtual_cuda import VirtualDevice, virtual_cuda
 
 RANKS, NUM_ITERATIONS = 4, 4
 SIZE = StackSize(2, 16, 2, 8, 16, 32)

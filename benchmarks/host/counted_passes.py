@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
+from devtools.virtual_cuda import EventKind, VirtualDevice
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
-from tests.support.virtual_cuda import EventKind, VirtualDevice
 
 EXPERTS, PLANNED_AHEAD, PLANNED_AFTER_GATE = "experts", "planned ahead", "planned after the gate"
 """Marks in the log: the experts' compute begins; a plan was made for an iteration, or for exact counts."""

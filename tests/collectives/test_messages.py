@@ -1,9 +1,9 @@
 import torch
 import torch.distributed as dist
 
+from devtools.virtual_cuda import EventKind, virtual_cuda
 from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.testing import run_ranks
-from tests.support.virtual_cuda import EventKind, virtual_cuda
 
 
 def connect(rank: int, world_size: int) -> tuple[list[int], list[str], bool]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from devtools.measured_profile import CHEAP_TO_MOVE as PROFILE
 from megatron_fssdp.planning import compiled_form, quotas, search
 from megatron_fssdp.planning.compiled_form import kernel_form, kernels
 from megatron_fssdp.planning.placement.topology import Topology
@@ -17,7 +18,6 @@ from megatron_fssdp.planning.transfer import transfer_plan
 from megatron_fssdp.strategies import layer_plan
 from megatron_fssdp.strategies.prophet import prophet_planner
 from tests.drawn_examples import examples
-from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
 from tests.support.python_process import python_output
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE

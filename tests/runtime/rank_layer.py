@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from devtools.measured_profile import CHEAP_TO_MOVE as PROFILE
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -25,7 +26,6 @@ from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.testing import MEGATRON_PRELOAD, run_ranks
-from tests.support.measured_profile import CHEAP_TO_MOVE as PROFILE
 
 from .drawn_placements import DrawnPlacements
 from .layer_case import MODEL_DIM, LayerCase

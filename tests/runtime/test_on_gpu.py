@@ -1,6 +1,6 @@
 """The runtime's device code on a real GPU. With ``--virtual-gpu``, most of it runs on a virtual device.
 
-Several ranks share the card (``tests.support.one_card``), so one GPU is enough for replicas.
+Several ranks share the card (``devtools.one_card``), so one GPU is enough for replicas.
 """
 
 from typing import Any
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from devtools.one_card import CardGroups
+from devtools.virtual_cuda.posing.patches import Patches
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -18,8 +20,6 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.testing import run_ranks
-from tests.support.one_card import CardGroups
-from tests.support.virtual_cuda.posing.patches import Patches
 
 from .case_run import CaseRun
 from .layer_case import LayerCase

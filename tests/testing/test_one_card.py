@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from devtools.one_card import CardGroups
+from devtools.virtual_cuda.posing.patches import Patches
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.testing import run_ranks
 from tests.runtime.case_run import CaseRun
 from tests.runtime.layer_case import LayerCase
 from tests.runtime.rank_layer import run_layer_ranks
-from tests.support.one_card import CardGroups
 from tests.support.python_process import ROOT, python_output
-from tests.support.virtual_cuda.posing.patches import Patches
 
 from .virtual_cuda.test_nccl_groups import RESULTS, all_calls
 
@@ -86,7 +86,7 @@ def test_a_script_runs_with_its_arguments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    python_output(*torchrun, "-m", "tests.support.one_card", script, "--size", tmp_path, cwd=ROOT)
+    python_output(*torchrun, "-m", "devtools.one_card", script, "--size", tmp_path, cwd=ROOT)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["nccl 3.0 0 --size"] * 2
 
 

@@ -129,9 +129,9 @@ def train_virtually(arguments: str, data: Path, before: Callable[[], None] | Non
 def train_on_device(
     rank: int, world_size: int, argv: list[str], before: Callable[[], None] | None
 ) -> VirtualRun:
+    from devtools.virtual_cuda.programs.known_findings import explained
+    from devtools.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
     from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-    from tests.support.virtual_cuda.programs.known_findings import explained
-    from tests.support.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
 
     with megatron_on_virtual_cuda() as device:
         training = train_on_rank(rank, world_size, argv, before, True)

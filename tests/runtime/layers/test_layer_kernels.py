@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from devtools.virtual_cuda import EventKind, virtual_cuda
 from megatron_fssdp.testing import run_ranks
-from tests.support.virtual_cuda import EventKind, virtual_cuda
 
 from .. import rank_layer
 from ..case_run import CaseRun

@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 
+from devtools.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
+from devtools.virtual_cuda.programs.known_findings import explained
 from megatron_fssdp.collectives.transfer_lanes import StreamTransfer
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
 from megatron_fssdp.runtime.layers import local_layer
 from megatron_fssdp.testing import RankError, run_ranks
 from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD
-from tests.support.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
-from tests.support.virtual_cuda.programs.known_findings import explained
 
 from ..case_run import CaseRun
 from ..layer_case import LayerCase

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
+from devtools.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
 
 
 @pytest.fixture

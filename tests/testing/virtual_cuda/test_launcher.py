@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.virtual_cuda import FindingKind, virtual_cuda
-from tests.support.virtual_cuda.books.findings import Finding
-from tests.support.virtual_cuda.programs.known_findings import KnownFinding, explained
-from tests.support.virtual_cuda.programs.launcher import EXIT_FINDINGS, report, run_program
+from devtools.virtual_cuda import FindingKind, virtual_cuda
+from devtools.virtual_cuda.books.findings import Finding
+from devtools.virtual_cuda.programs.known_findings import KnownFinding, explained
+from devtools.virtual_cuda.programs.launcher import EXIT_FINDINGS, report, run_program
 
 
 def test_a_program_sees_its_arguments_and_its_exit_code_is_kept(tmp_path: Path, monkeypatch) -> None:

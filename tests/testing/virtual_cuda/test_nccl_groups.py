@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from devtools.virtual_cuda import EventKind, FindingKind, virtual_cuda
 from megatron_fssdp.testing import run_ranks
-from tests.support.virtual_cuda import EventKind, FindingKind, virtual_cuda
 
 WORLD_SIZE = 2
 # Results of all_calls on both ranks.

@@ -3,8 +3,8 @@
 import torch
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
+from devtools.virtual_cuda import virtual_cuda
 from megatron_fssdp.testing import run_ranks
-from tests.support.virtual_cuda import virtual_cuda
 
 
 def _devices(rank: int, world_size: int) -> tuple[str, str]:

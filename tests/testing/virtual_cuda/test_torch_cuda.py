@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.support.virtual_cuda import virtual_cuda
+from devtools.virtual_cuda import virtual_cuda
 
 
 def test_a_device_answers_as_torch_does() -> None:

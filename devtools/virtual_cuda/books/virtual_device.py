@@ -6,12 +6,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tests.support.virtual_cuda.books.code_place import code_place
-from tests.support.virtual_cuda.books.device_log import DeviceLog, name_of, new_stream
-from tests.support.virtual_cuda.books.finding_list import FindingList
-from tests.support.virtual_cuda.books.findings import EventKind, Finding
-from tests.support.virtual_cuda.books.memory_blocks import Access, Block, MemoryBlocks, byte_range
-from tests.support.virtual_cuda.books.stream_order import (
+from devtools.virtual_cuda.books.code_place import code_place
+from devtools.virtual_cuda.books.device_log import DeviceLog, name_of, new_stream
+from devtools.virtual_cuda.books.finding_list import FindingList
+from devtools.virtual_cuda.books.findings import EventKind, Finding
+from devtools.virtual_cuda.books.memory_blocks import Access, Block, MemoryBlocks, byte_range
+from devtools.virtual_cuda.books.stream_order import (
     DEFAULT_STREAM,
     HOST,
     Clock,

@@ -1,9 +1,9 @@
 """Collects the findings of a virtual device, each defect once."""
 
-from tests.support.virtual_cuda.books.code_place import code_place
-from tests.support.virtual_cuda.books.device_log import name_of
-from tests.support.virtual_cuda.books.findings import Finding, FindingKind
-from tests.support.virtual_cuda.books.memory_blocks import Access, Block
+from devtools.virtual_cuda.books.code_place import code_place
+from devtools.virtual_cuda.books.device_log import name_of
+from devtools.virtual_cuda.books.findings import Finding, FindingKind
+from devtools.virtual_cuda.books.memory_blocks import Access, Block
 
 
 class FindingList:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.virtual_cuda.books.code_place import code_place
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
-from tests.support.virtual_cuda.posing.streams import VirtualEvent, VirtualStream, stream_context
+from devtools.virtual_cuda.books.code_place import code_place
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice
+from devtools.virtual_cuda.posing.streams import VirtualEvent, VirtualStream, stream_context
 
 _LEGACY_TYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 _LEGACY_TYPES |= {"Int": "int32", "Long": "int64", "Short": "int16", "Byte": "uint8", "Bool": "bool"}

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from tests.support.virtual_cuda.posing.patches import Patches
+from devtools.virtual_cuda.posing.patches import Patches
 
 
 class Backends:

@@ -3,7 +3,7 @@
 NCCL refuses two ranks on one device. With these groups, one card is enough to run replicas, re-sharding and
 every dispatcher. All else is real: kernels, streams, events and the allocator. Speeds mean nothing.
 
-    torchrun --nproc-per-node=4 -m tests.support.one_card [-m MODULE | SCRIPT.py] ARGS…
+    torchrun --nproc-per-node=4 -m devtools.one_card [-m MODULE | SCRIPT.py] ARGS…
 
 A group does its work in the order of issue, in a thread and on a stream of its own: it waits for what is on
 the current stream at the call, copies the tensors into pinned memory, calls gloo and copies the results back.
@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
-from tests.support.virtual_cuda.nccl.backends import Backends, CoalescingBackend
-from tests.support.virtual_cuda.nccl.collectives import COLLECTIVES, Collective
-from tests.support.virtual_cuda.posing.patches import Patches
+from devtools.virtual_cuda.nccl.backends import Backends, CoalescingBackend
+from devtools.virtual_cuda.nccl.collectives import COLLECTIVES, Collective
+from devtools.virtual_cuda.posing.patches import Patches
 
 Part = Callable[[], None] | tuple[str, Tensor, int]
 """A collective, or a message: its direction, its tensor and the other rank."""
@@ -181,7 +181,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def main(words: list[str]) -> None:
     """Run a script or a module on the first card, and end this process with its exit code."""
-    from tests.support.virtual_cuda.programs.launcher import run_program
+    from devtools.virtual_cuda.programs.launcher import run_program
 
     # Every rank sees a node of one rank and one card. Give nodes=N, because no variable says more.
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MEGATRON_FSSDP_DEVICE": "cuda"}

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.support.virtual_cuda.books.findings import EventKind, FindingKind
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
-from tests.support.virtual_cuda.nccl.backends import Backends, CoalescingBackend
-from tests.support.virtual_cuda.nccl.collectives import COLLECTIVES, Collective
-from tests.support.virtual_cuda.nccl.work import Operation, VirtualWork, run_on_copies, start_message
-from tests.support.virtual_cuda.posing.patches import Patches
+from devtools.virtual_cuda.books.findings import EventKind, FindingKind
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice
+from devtools.virtual_cuda.nccl.backends import Backends, CoalescingBackend
+from devtools.virtual_cuda.nccl.collectives import COLLECTIVES, Collective
+from devtools.virtual_cuda.nccl.work import Operation, VirtualWork, run_on_copies, start_message
+from devtools.virtual_cuda.posing.patches import Patches
 
 
 @dataclass

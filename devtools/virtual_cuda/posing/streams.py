@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tests.support.virtual_cuda.books.device_log import name_of
-from tests.support.virtual_cuda.books.stream_order import Clock
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice, current_device
+from devtools.virtual_cuda.books.device_log import name_of
+from devtools.virtual_cuda.books.stream_order import Clock
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice, current_device
 
 _MS_OF_OPERATION = 0.01  # Times are made up, but they are positive, and the same in every run.
 

@@ -4,9 +4,9 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from tests.support.virtual_cuda.books.code_place import code_place
-from tests.support.virtual_cuda.books.findings import DeviceEvent, EventKind
-from tests.support.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST
+from devtools.virtual_cuda.books.code_place import code_place
+from devtools.virtual_cuda.books.findings import DeviceEvent, EventKind
+from devtools.virtual_cuda.books.stream_order import DEFAULT_STREAM, HOST
 
 # A program may keep a stream longer than a virtual device exists.
 _numbers = itertools.count(DEFAULT_STREAM + 1)

@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.support.virtual_cuda.books.stream_order import HOST
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
-from tests.support.virtual_cuda.posing.operator_mode import copied_between
+from devtools.virtual_cuda.books.stream_order import HOST
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice
+from devtools.virtual_cuda.posing.operator_mode import copied_between
 
 _CPU = torch.device("cpu")
 _MADE_FROM_HOST_DATA = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)

@@ -13,15 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
-from tests.support.virtual_cuda.programs.known_findings import explained
-from tests.support.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice
+from devtools.virtual_cuda.programs.known_findings import explained
+from devtools.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
 
 EXIT_FINDINGS = 3  # The program succeeded, but the device has findings.
 REPORT_VARIABLE = "MEGATRON_FSSDP_VIRTUAL_CUDA_REPORT"
 
-USAGE = """usage: [torchrun …] -m tests.support.virtual_cuda [--report FOLDER] SCRIPT.py ARGS…
-       [torchrun …] -m tests.support.virtual_cuda [--report FOLDER] -m MODULE ARGS…
+USAGE = """usage: [torchrun …] -m devtools.virtual_cuda [--report FOLDER] SCRIPT.py ARGS…
+       [torchrun …] -m devtools.virtual_cuda [--report FOLDER] -m MODULE ARGS…
 
 Runs a program on a virtual CUDA device. When it ends, every rank prints the findings of its device.
 The exit code is that of the program, or 3 if the program succeeds and the device has findings.

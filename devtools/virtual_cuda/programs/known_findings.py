@@ -7,7 +7,7 @@ is a defect until someone shows that it is harmless.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tests.support.virtual_cuda.books.findings import Finding, FindingKind
+from devtools.virtual_cuda.books.findings import Finding, FindingKind
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
-from tests.support.virtual_cuda.nccl.groups import NcclGroups
-from tests.support.virtual_cuda.posing.cuda_functions import (
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice
+from devtools.virtual_cuda.nccl.groups import NcclGroups
+from devtools.virtual_cuda.posing.cuda_functions import (
     storage_members,
     tensor_members,
     torch_accelerator_members,
     torch_cuda_members,
 )
-from tests.support.virtual_cuda.posing.device_mode import DeviceMode
-from tests.support.virtual_cuda.posing.operator_mode import OperatorMode
-from tests.support.virtual_cuda.posing.patches import Patches
-from tests.support.virtual_cuda.posing.triton_kernels import kernel_members
+from devtools.virtual_cuda.posing.device_mode import DeviceMode
+from devtools.virtual_cuda.posing.operator_mode import OperatorMode
+from devtools.virtual_cuda.posing.patches import Patches
+from devtools.virtual_cuda.posing.triton_kernels import kernel_members
 
 _GIB = 1 << 30
 

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.support.virtual_cuda.books.stream_order import Clock
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
+from devtools.virtual_cuda.books.stream_order import Clock
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice
 
 Start = Callable[[], Callable[[], None]]
 

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice
+from devtools.virtual_cuda.posing.patches import Patches
+from devtools.virtual_cuda.session import virtual_cuda
 from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import (
     experts_of_this_rank,
     norm_under_sequence_parallelism,
 )
 from megatron_fssdp.megatron_adapter.wrapping import wrapped
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
-from tests.support.virtual_cuda.posing.patches import Patches
-from tests.support.virtual_cuda.session import virtual_cuda
 
 _CPU_RUNTIME = "megatron_fssdp.megatron_adapter.cpu.cpu_runtime"
 _modes_of_main_thread: list[Any] = []

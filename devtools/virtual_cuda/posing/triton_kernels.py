@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice
 
 
 def kernel_members(books: VirtualDevice) -> dict[str, Any]:

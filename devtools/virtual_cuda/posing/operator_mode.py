@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.virtual_cuda.books.findings import FindingKind
-from tests.support.virtual_cuda.books.stream_order import HOST
-from tests.support.virtual_cuda.books.virtual_device import VirtualDevice
+from devtools.virtual_cuda.books.findings import FindingKind
+from devtools.virtual_cuda.books.stream_order import HOST
+from devtools.virtual_cuda.books.virtual_device import VirtualDevice
 
 # The host waits in these operators, because it needs their values or the size of their results.
 _HOST_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount", "is_nonzero"}

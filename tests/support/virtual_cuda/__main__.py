@@ -1,8 +1,0 @@
-"""``python -m tests.support.virtual_cuda``: runs a program on a virtual CUDA device."""
-
-import sys
-
-from tests.support.virtual_cuda.programs.launcher import main
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
