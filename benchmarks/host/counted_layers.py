@@ -39,7 +39,7 @@ class Case:
     strategy: str | None  # None: Megatron's dispatcher alone
     settings: dict[str, Any] = field(default_factory=dict)
     plans_after_gate: bool = False
-    """Whether the strategy plans with the counts of the micro-batch, for which the host waits once more."""
+    """Whether the strategy plans with the counts of the micro-batch, for which the host waits before it."""
     shares: DispatchPolicy | None = None  # of ``fssdp``, instead of what the price says
 
 
