@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from benchmarks.host.drifting_jobs import drifting_loads, job_of, names
 from benchmarks.result_file import write_result
@@ -22,11 +23,12 @@ from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.planning.cost import host_seconds
 from megatron_fssdp.planning.cost.host_seconds import SIZES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.layers.shared_plans import packed, unpacked
-from megatron_fssdp.runtime.layers.slot_pass import source_table
+from megatron_fssdp.runtime.slots.remap.shares import Intervals
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -65,8 +67,8 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
         times.append(time.process_time())
         plan = strategy.after_gate(context, counts_DE, plan, 1)
         times.append(time.process_time())
-        if plan.each_micro_batch:  # the device waits for its share table
-            share_table(plan, counts_DE, context)
+        if plan.each_micro_batch:  # the device waits for its shares
+            share_out(plan, counts_DE, context)
         times.append(time.process_time())
         unpacked(packed(plan), context)
         times.append(time.process_time())
@@ -75,10 +77,13 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
     return (1e3 * np.median(found, axis=0)).tolist()
 
 
-def share_table(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, rank: int = 1) -> None:
-    """Make one rank's share table of a micro-batch."""
+def share_out(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, rank: int = 1) -> None:
+    """Share out the tokens of one rank's micro-batch, as ``PassBinder.for_micro_batch`` does."""
     slots = SlotTable.of(plan.placement, int(plan.placement.replicas_per_device_D.max()))
-    source_table(plan, slots, context.topology, rank, counts_DE)
+    quotas_ED = plan.dispatch(counts_DE, context.topology).whole_tokens_ED
+    tokens = whole_tokens(counts_DE, quotas_ED, context.topology, rank)
+    KnownSplits.of(tokens, slots.expert_DU[rank])
+    Intervals.of(tokens.sent_ED, slots, torch.device("cpu"))
 
 
 def source(times: dict[str, np.ndarray]) -> str:
