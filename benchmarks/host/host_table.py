@@ -23,7 +23,7 @@ from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.planning.cost import host_seconds
 from megatron_fssdp.planning.cost.host_seconds import SIZES
 from megatron_fssdp.planning.cost.link_seconds import topology_of
-from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.slot_tables import SlotTable
@@ -80,8 +80,7 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
 def share_out(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, rank: int = 1) -> None:
     """Share out the tokens of one rank's micro-batch, as ``PassBinder.for_micro_batch`` does."""
     slots = SlotTable.of(plan.placement, int(plan.placement.replicas_per_device_D.max()))
-    quotas_ED = plan.dispatch(counts_DE, context.topology).whole_tokens_ED
-    tokens = whole_tokens(counts_DE, quotas_ED, context.topology, rank)
+    tokens = plan.whole_tokens(counts_DE, context.topology, rank)
     KnownSplits.of(tokens, slots.expert_DU[rank])
     Intervals.of(tokens.sent_ED, slots, torch.device("cpu"))
 

@@ -22,6 +22,7 @@ from megatron_fssdp.planning.cost.layer_seconds import (
 )
 from megatron_fssdp.planning.cost.link_seconds import NO_TRANSFER, gather_counts_s, transfer_traffic
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
+from megatron_fssdp.planning.dispatch.whole_tokens import WholeTokens, tokens_to_owners, whole_tokens
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -191,6 +192,15 @@ class LayerPlan:
             return plan_dispatch(self.dispatch_policy, counts_DE, self.placement, topology)
         # The quotas belong to one micro-batch.
         return TokenDispatch(counts_DE, num_micro_batches * self.tokens_ED, topology)
+
+    def whole_tokens(self, counts_DE: np.ndarray, topology: Topology, device: int) -> WholeTokens:
+        """Whole pairs that a device sends and gets in a micro-batch with these counts, int64 ``[D, E]``."""
+        if self.dispatch_policy == "owner" and self.tokens_ED is None:
+            return tokens_to_owners(counts_DE, self.placement, device)
+        quotas_ED = self.tokens_ED
+        if quotas_ED is None:
+            quotas_ED = self.dispatch(counts_DE, topology).whole_tokens_ED
+        return whole_tokens(counts_DE, quotas_ED, topology, device)
 
 
 def plan_price(

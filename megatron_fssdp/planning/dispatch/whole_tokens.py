@@ -5,13 +5,16 @@ device and open quotas stand in line, device after device, first along each node
 what stands at the same places of both lines goes together (``runtime/slots/remap/exact_shares.py`` has the
 same rule on the device). All numbers are whole, so all ranks find the same ones.
 
-Shape letters: E experts, D devices, U slots of a device, S sources.
+Shape letters: E experts, D devices, U slots of a device, S sources, H experts with several holders, N nodes,
+G devices of the largest node.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
 
@@ -34,6 +37,16 @@ class KnownSplits(NamedTuple):
         return cls(tokens.sent_ED.sum(axis=0), np.where(expert_U < 0, 0, tokens.got_ED[expert_U].T))
 
 
+def tokens_to_owners(counts_DE: np.ndarray, placement: ExpertPlacement, device: int) -> WholeTokens:
+    """As :func:`whole_tokens`, where replicas serve only their own device (FasterMoE, §4.1)."""
+    experts, present_ED, owner_E = np.arange(placement.num_experts), placement.present_ED, placement.owner_E
+    sent_ED = np.zeros(present_ED.shape, np.int64)
+    sent_ED[experts, np.where(present_ED[:, device], device, owner_E)] = counts_DE[device]
+    got_ED = counts_DE.T * ((owner_E == device)[:, None] & ~present_ED)
+    got_ED[:, device] = sent_ED[:, device]
+    return WholeTokens(sent_ED, got_ED)
+
+
 def whole_tokens(
     counts_DE: np.ndarray, tokens_ED: np.ndarray, topology: Topology, device: int
 ) -> WholeTokens:
@@ -49,36 +62,62 @@ def whole_tokens(
             f"expert {wrong}: got quotas of {int(tokens_ED[wrong].sum())} tokens, wanted quotas of all its "
             f"{int(counts_ED[wrong].sum())} tokens; plan the quotas by these counts"
         )
-    own_ED = np.minimum(counts_ED, tokens_ED)
-    left_ED, open_ED = counts_ED - own_ED, tokens_ED - own_ED
-    sent_ED, got_ED = np.zeros_like(own_ED), np.zeros_like(own_ED)
-    sent_ED[:, device] = got_ED[:, device] = own_ED[:, device]
-    home = topology.devices_by_node[topology.node_of_device[device]]
-    for devices in topology.devices_by_node:
-        members = list(devices)
-        left, wanted = _until(left_ED[:, members]), _until(open_ED[:, members])
-        shared = np.minimum(left[:, -1:], wanted[:, -1:])  # as far as both lines of the node reach
-        left, wanted = np.minimum(left, shared), np.minimum(wanted, shared)
-        if devices == home:
-            here = members.index(device)
-            sent_ED[:, members] += _met(wanted, left, here)
-            got_ED[:, members] += _met(left, wanted, here)
-        left_ED[:, members] -= np.diff(left)
-        open_ED[:, members] -= np.diff(wanted)
-    left, wanted = _until(left_ED), _until(open_ED)
-    sent_ED += _met(wanted, left, device)
-    got_ED += _met(left, wanted, device)
+    sent_ED, got_ED = np.zeros_like(counts_ED), np.zeros_like(counts_ED)
+    # Most experts have one holder, to which all tokens go.
+    holder_E = tokens_ED.argmax(axis=1)
+    sent_ED[np.arange(len(holder_E)), holder_E] = counts_ED[:, device]
+    np.multiply(counts_ED, (holder_E == device)[:, None], out=got_ED)
+    (shared,) = np.nonzero((tokens_ED > 0).sum(axis=1) > 1)
+    if len(shared):
+        sent_ED[shared], got_ED[shared] = _shared_out(counts_ED[shared], tokens_ED[shared], topology, device)
     return WholeTokens(sent_ED, got_ED)
 
 
-def _until(lengths_ED: np.ndarray) -> np.ndarray:
-    """Where each piece of a line begins and the last one ends, ``[E, D + 1]``."""
-    ends = np.zeros((lengths_ED.shape[0], lengths_ED.shape[1] + 1), np.int64)
-    np.cumsum(lengths_ED, axis=1, out=ends[:, 1:])
+def _shared_out(
+    counts_HD: np.ndarray, tokens_HD: np.ndarray, topology: Topology, device: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the device sends and gets of experts with several holders."""
+    own_HD = np.minimum(counts_HD, tokens_HD)
+    place_NG, node_D, number_D = _places(topology)
+    # Both lines of each node: tokens that leave their device, and open quotas. Padding has none.
+    lines = np.zeros((2, len(own_HD), own_HD.shape[1] + 1), np.int64)
+    np.subtract(counts_HD, own_HD, out=lines[0, :, :-1])
+    np.subtract(tokens_HD, own_HD, out=lines[1, :, :-1])
+    until = _until(lines[:, :, place_NG])
+    np.minimum(until, until[..., -1:].min(axis=0), out=until)  # as far as both lines of a node reach
+    near = np.diff(until)[:, :, node_D, number_D]
+    until_far = _until(lines[:, :, :-1] - near)
+    node, number = node_D[device], number_D[device]
+    in_node = place_NG[node][: (place_NG[node] >= 0).sum()]
+    found = []
+    for line in (1, 0):
+        met_HD = _met(until_far[line], until_far[1 - line], device)
+        here = _met(until[line, :, node], until[1 - line, :, node], number)
+        met_HD[:, in_node] += here[:, : len(in_node)]
+        met_HD[:, device] += own_HD[:, device]
+        found.append(met_HD)
+    return found[0], found[1]
+
+
+@lru_cache(maxsize=8)
+def _places(topology: Topology) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The devices of each node, -1 as padding, and each device's node and number in it."""
+    place_NG = np.full((topology.num_nodes, max(map(len, topology.devices_by_node))), -1)
+    number_D = np.zeros(topology.num_devices, np.int64)
+    for node, devices in enumerate(topology.devices_by_node):
+        place_NG[node, : len(devices)] = devices
+        number_D[list(devices)] = np.arange(len(devices))
+    return place_NG, topology.node_of_device_D, number_D
+
+
+def _until(lengths: np.ndarray) -> np.ndarray:
+    """Where each piece of lines along the last axis begins, and the last one ends."""
+    ends = np.zeros((*lengths.shape[:-1], lengths.shape[-1] + 1), np.int64)
+    np.cumsum(lengths, axis=-1, out=ends[..., 1:])
     return ends
 
 
 def _met(pieces: np.ndarray, others: np.ndarray, number: int) -> np.ndarray:
-    """How much of each piece of a line stands beside one piece of the other line, ``[E, D]``."""
+    """How much of each piece of a line stands beside one piece of the other line."""
     begin, end = others[:, number, None], others[:, number + 1, None]
     return np.maximum(np.minimum(pieces[:, 1:], end) - np.maximum(pieces[:, :-1], begin), 0)

@@ -6,7 +6,7 @@ Shape letters: D devices, E experts, U slots of a device.
 import numpy as np
 import torch
 
-from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
+from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
@@ -103,8 +103,7 @@ class PassBinder:
 
     def _share_out_exactly(self, made: SlotPass, counts_DE: np.ndarray) -> None:
         here, topology, slots = self._local.groups.device, self._local.context.topology, made.slots
-        quotas_ED = made.plan.dispatch(counts_DE, topology).whole_tokens_ED
-        tokens = whole_tokens(counts_DE, quotas_ED, topology, here)
+        tokens = made.plan.whole_tokens(counts_DE, topology, here)
         made.splits = KnownSplits.of(tokens, slots.expert_DU[here])
         if not slots.are_experts:
             made.shares = Intervals.of(tokens.sent_ED, slots, self._device)
