@@ -77,6 +77,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "transfer": {"", "placement"},
         "dispatch": {"", "placement"},
         "cost": {"", "placement", "transfer", "dispatch"},
+        "kernels": {"", "placement", "cost"},
     },
     # One folder for each strategy; those on the right are built on others.
     "strategies": {

@@ -5,8 +5,6 @@
 
 import email
 import re
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -91,9 +89,7 @@ def test_an_unpacked_wheel_finds_its_configs_from_any_folder(
         "assert 'torch' not in sys.modules;"
         "load_run(['models/tiny-mixtral', 'parallelism/cpu', 'training/tiny'])"
     ).replace("SITE", repr(str(site)))
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(site)}, check=True, timeout=60
-    )
+    python_output("-c", code, cwd=tmp_path, PYTHONPATH=str(site))
 
 
 def test_version_metadata_and_files_of_the_sdist(distributions: tuple[Path, Path]) -> None:

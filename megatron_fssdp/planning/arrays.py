@@ -33,6 +33,16 @@ def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) ->
     return counts.astype(np.int64)
 
 
+def zero_ints(size: int) -> memoryview:
+    """Zeros for the kernels, int64."""
+    return memoryview(np.zeros(size, np.int64))
+
+
+def zero_reals(size: int) -> memoryview:
+    """Zeros for the kernels, float64."""
+    return memoryview(np.zeros(size))
+
+
 def doubling(most: int) -> list[int]:
     """The numbers 1, 2, 4, ... that are below ``most``, then ``most``. The list is empty for 0."""
     return [*(1 << i for i in range(max(most - 1, 0).bit_length())), most] if most else []

@@ -1,6 +1,7 @@
 """Finds the kernels of planning in their compiled form, or as plain Python, and says which it is.
 
-Python prefers the extension module beside ``kernels.py``, so one older than it must not be used.
+All of them run in the same form, because they inherit from each other. Python prefers an extension module to
+the source beside it, so one that is older must not be used.
 """
 
 import importlib
@@ -16,40 +17,72 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SOURCE = Path(__file__).with_name("kernels.py")
+FOLDER = Path(__file__).with_name("kernels")
+NAMES = (
+    "constants",
+    "transfer_trees",
+    "price_formula",
+    "priced_layer",
+    "placement_descent",
+    "placement_search",
+    "greedy_planners",
+)
+"""The kernels; each one follows those that it imports."""
 
 REBUILD = "python setup.py build_ext --inplace"
 """Command that compiles the kernels of a checkout."""
 
 
+def kernel(name: str) -> ModuleType:
+    """One of the modules with kernels, by its name in :data:`NAMES`."""
+    return _kernels()[0][name]
+
+
+def kernel_form() -> str:
+    """The form of the kernels in this process, for logs."""
+    reason = _kernels()[1]
+    return f"plain Python, about 100 times slower ({reason})" if reason else "compiled"
+
+
+def source_digest() -> int:
+    """A number of 63 bits that is equal where the kernels have the same sources, in either form."""
+    sources = b"".join(_source(name).read_bytes() for name in NAMES)
+    return int.from_bytes(blake2b(sources, digest_size=8).digest()) >> 1
+
+
 @lru_cache(maxsize=1)
-def kernels() -> ModuleType:
-    """The module with the kernels. The first call decides which form runs in this process."""
-    name = f"{__package__}.{SOURCE.stem}"
-    why = _why_plain()
+def _kernels() -> tuple[dict[str, ModuleType], str]:
+    """All kernels, and why they are plain Python. The first call decides which form runs in this process."""
+    why = next(filter(None, map(_why_plain, NAMES)), "")
     if not why:
         try:
-            return importlib.import_module(name)
+            return {name: importlib.import_module(_module_name(name)) for name in NAMES}, ""
         except ImportError as error:
             why = f"the compiled kernels cannot be loaded: {error}"
-    spec = importlib.util.spec_from_file_location(name, SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    return plain_kernels(), why
+
+
+def plain_kernels() -> dict[str, ModuleType]:
+    """The kernels as plain Python. They take the places of modules that were imported before."""
+    modules = {}
     with _stand_in_for_cython():
-        spec.loader.exec_module(module)
-    module.REASON = why  # type: ignore[attr-defined]
-    return module
+        for name in NAMES:
+            spec = importlib.util.spec_from_file_location(_module_name(name), _source(name))
+            assert spec is not None
+            assert spec.loader is not None
+            modules[name] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(modules[name])
+    return modules
 
 
 @contextmanager
 def _stand_in_for_cython() -> Iterator[None]:
-    """Let the kernels run where Cython is not installed; they use two names of it."""
+    """Let the kernels run where Cython is not installed; they use three names of it."""
     if importlib.util.find_spec("cython") is not None:
         yield
         return
     stand_in: Any = ModuleType("cython")
-    stand_in.nogil = nullcontext()
+    stand_in.nogil, stand_in.compiled = nullcontext(), False
     names = {"cython": stand_in, "cython.cimports.libc.math": math}
     sys.modules.update(names)
     yield
@@ -57,25 +90,23 @@ def _stand_in_for_cython() -> Iterator[None]:
         del sys.modules[name]
 
 
-def kernel_form() -> str:
-    """The form of the kernels in this process, for logs."""
-    reason = getattr(kernels(), "REASON", "")
-    return f"plain Python, about 100 times slower ({reason})" if reason else "compiled"
+def _source(name: str) -> Path:
+    return FOLDER / f"{name}.py"
 
 
-def source_digest() -> int:
-    """A number of 63 bits that is equal where the kernels have the same source, in either form."""
-    return int.from_bytes(blake2b(SOURCE.read_bytes(), digest_size=8).digest()) >> 1
+def _module_name(name: str) -> str:
+    return f"{__package__}.{FOLDER.name}.{name}"
 
 
-def _why_plain() -> str:
-    """Why the compiled form cannot be used; empty if it can."""
-    found = [SOURCE.with_suffix(suffix) for suffix in EXTENSION_SUFFIXES]
-    compiled = next((path for path in found if path.is_file()), None)
+def _why_plain(name: str) -> str:
+    """Why the compiled form of a kernel cannot be used; empty if it can."""
+    source = _source(name)
+    extensions = [source.with_suffix(suffix) for suffix in EXTENSION_SUFFIXES]
+    compiled = next((path for path in extensions if path.is_file()), None)
     if compiled is None:
         return "not compiled"
     # In a checkout, somebody may have changed the source since. Installed files all have the same age.
-    is_checkout = (SOURCE.parents[2] / "pyproject.toml").is_file()
-    if is_checkout and compiled.stat().st_mtime < SOURCE.stat().st_mtime:
+    is_checkout = (FOLDER.parents[2] / "pyproject.toml").is_file()
+    if is_checkout and compiled.stat().st_mtime < source.stat().st_mtime:
         return "not compiled from the present source"
     return ""

@@ -6,7 +6,7 @@ Shape letters: E experts, D devices.
 import numpy as np
 
 from megatron_fssdp.planning.arrays import checked_counts
-from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.placement.topology import Topology
 
 CEILING_TOLERANCE = 0.005
@@ -43,7 +43,7 @@ def quota_assignment(
     def spill(ceiling: int) -> int:
         """Spill all tokens above a ceiling; the number of rows of ``spilled``, or -1 if there is no room."""
         left_D = np.full(num_devices, slots, np.int64)
-        return int(kernels().spill_below(*layer, ceiling - load_D, left_D, spilled))
+        return int(kernel("greedy_planners").spill_below(*layer, ceiling - load_D, left_D, spilled))
 
     low, high = -(-int(load_E.sum()) // num_devices), int(load_D.max())
     ceiling = low

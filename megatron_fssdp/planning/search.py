@@ -4,7 +4,7 @@ This planner is ours. Hecate (§4.2, Alg. 1) replicates by load as many experts 
 the compute before the layer. But one more expert may save more seconds than its transfer exposes, and where a
 replica goes decides which links carry tokens.
 
-The search (``Search`` in ``kernels.py``) compares all placements by one price, that of ``layer_seconds.py``:
+The search, ``kernels/placement_search.py``, compares all placements by one price, ``layer_seconds.py``:
 
 1. **Seeds.** Owners only. Devices, or nodes, get the one or two experts to which they send most. Water
    filling: owners give load away until they keep a part of the mean load, at six levels; with several nodes
@@ -25,14 +25,14 @@ Shape letters: D devices, E experts, N nodes.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.cost.deduplicated_traffic import tokens_per_pair
+from megatron_fssdp.planning.cost.layer_costs import LayerCosts
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import price_arguments
+from megatron_fssdp.planning.cost.layer_seconds import layer_costs
 from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -50,16 +50,17 @@ TRANSFER_OVER_LOAD = 5e-4
 
 @dataclass(frozen=True, eq=False)
 class LayerSearch:
-    """One layer as the search gets it; ``costs`` are the arguments of ``kernels.Price``."""
+    """One layer as the search gets it; loads are float64 ``[D, E]``."""
 
     owner_E: np.ndarray
     load_DE: np.ndarray
     topology: Topology
-    costs: tuple[Any, ...]
+    costs: LayerCosts
 
     def seconds(self, placement: ExpertPlacement) -> float:
         """Seconds of the layer under a placement, as the search counts them."""
-        return float(kernels().Layer(self._arguments(0, placement.present_ED)).start_s)
+        layer = kernel("priced_layer").PricedLayer(placement, self.load_DE, self.topology, self.costs, 0)
+        return float(layer.start_s)
 
     @cached_property
     def plain_s(self) -> float:
@@ -83,21 +84,13 @@ class LayerSearch:
             start.replicas_per_device_D.max() > slots or not np.array_equal(start.owner_E, self.owner_E)
         ):
             raise ValueError(f"start: wanted the layer's owners, and at most {slots} replicas on a device")
-        plain_s, found_s, present_ED = kernels().search_replicas(
-            self._arguments(slots, plain.present_ED),
-            most_replicated,
-            PRICES_PER_SIZE * sum(self.load_DE.shape),
-            (start or plain).present_ED,
+        plain_s, found_s, present_ED = kernel("placement_search").search_replicas(
+            *(start or plain, self.load_DE, self.topology, self.costs),
+            *(slots, most_replicated, PRICES_PER_SIZE * sum(self.load_DE.shape)),
         )
         if found_s > (1 - LEAST_SAVING) * plain_s:
             return plain, plain_s
         return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_)), found_s
-
-    def _arguments(self, slots: int, present_ED: np.ndarray) -> tuple[object, ...]:
-        """The arguments of ``kernels.Layer``."""
-        load_EN = self.topology.sum_over_nodes(self.load_DE).T
-        loads = (np.array(load, order="C") for load in (self.load_DE.T, load_EN))
-        return *loads, self.owner_E, self.topology.arrays, self.costs, slots, present_ED
 
 
 def plan_materialization(
@@ -115,8 +108,17 @@ def plan_materialization(
     # Only the highest device load counts, and a little each transfer.
     expert = TRANSFER_OVER_LOAD * float(load.sum()) / topology.num_devices
     moves, of_hops = np.array([[0.0, expert, expert]] * 3), np.zeros((_most_hops(topology) + 1, 12))
-    tables = (np.zeros((3, 2)), np.zeros((3, 2)), moves, of_hops)
-    costs = (*tables, 1.0, 1.0, 0.0, 0.0, 0.0, ReplicaLife.ITERATION.name, False, 0.0)
+    costs = LayerCosts(
+        *(np.zeros((3, 2)), np.zeros((3, 2)), moves, of_hops),
+        per_token_s=1.0,
+        num_micro_batches=1,
+        counts_s=0.0,
+        hidden_s=0.0,
+        hidden_back_s=0.0,
+        life=ReplicaLife.ITERATION,
+        in_turn=False,
+        early=0.0,
+    )
     layer = LayerSearch(owner, load, topology, costs)
     return layer.best_placement(slots=slots, most_replicated=overlap_degree)[0]
 
@@ -138,7 +140,7 @@ def layer_search(
     if choices is not None:
         # Relays divide a node's tokens by their sources, not by the holders of hot experts.
         units = (*tokens_per_pair(topology, num_experts, choices), 0.0)
-    costs = price_arguments(
+    costs = layer_costs(
         profile,
         life,
         gather_counts_s(profile.links, topology, num_experts),

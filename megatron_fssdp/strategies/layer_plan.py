@@ -10,14 +10,14 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import (
     LayerPrice,
+    layer_costs,
     moving_seconds,
-    price_arguments,
     transfer_times,
 )
 from megatron_fssdp.planning.cost.link_seconds import NO_TRANSFER, gather_counts_s, transfer_traffic
@@ -232,7 +232,7 @@ def plan_price(
     if plan.shares_exactly:
         counts_s += counts_s + profile.exact_shares_s
     transfers = [transfer_traffic(one.transfer, topology) for one in (plan, planned)] + [addition]
-    costs = price_arguments(
+    costs = layer_costs(
         profile,
         plan.life,
         counts_s,
@@ -244,7 +244,7 @@ def plan_price(
     )
     moves = ((*one.busiest.bounds, one.num_hops, *one.fill_hops) for one in transfers)
     tokens = float(dispatch.device_tokens_D.max())
-    parts_s = kernels().Price(costs).parts(tokens, *pairs.bounds, *moves)
+    parts_s = kernel("price_formula").PriceFormula(costs).parts(tokens, *pairs.bounds, *moves)
     return LayerPrice(times * (1 + BACKWARD_PER_FORWARD) * profile.non_moe_s, *parts_s)
 
 

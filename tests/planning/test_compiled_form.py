@@ -1,6 +1,6 @@
-import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from devtools.measured_profile import CHEAP_TO_MOVE as PROFILE
 from megatron_fssdp.planning import compiled_form, quotas, search
-from megatron_fssdp.planning.compiled_form import kernel_form, kernels
+from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
@@ -28,23 +28,20 @@ needs_compiled = pytest.mark.skipif(
 )
 
 
-def plain_kernels() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plain_kernels", compiled_form.SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+COMPILED, _ = compiled_form._kernels()
+with pytest.MonkeyPatch.context() as patch:
+    for name in compiled_form.NAMES:
+        patch.setitem(sys.modules, COMPILED[name].__name__, COMPILED[name])
+    PLAIN = compiled_form.plain_kernels()
 
 
-PLAIN = plain_kernels()
-
-
-def plans(form: ModuleType, topology: Topology, owner_E: np.ndarray, counts_DE: np.ndarray) -> list[object]:
+def plans(
+    form: dict[str, ModuleType], topology: Topology, owner_E: np.ndarray, counts_DE: np.ndarray
+) -> list[object]:
     """What every kernel finds for one layer."""
     with pytest.MonkeyPatch.context() as patch:
         for user in USERS:
-            patch.setattr(user, "kernels", lambda: form)
+            patch.setattr(user, "kernel", form.__getitem__)
         layer = search.layer_search(
             owner_E, counts_DE, topology, PROFILE, life=ReplicaLife.LAYER_PASS, hides=True
         )
@@ -72,7 +69,7 @@ def plans(form: ModuleType, topology: Topology, owner_E: np.ndarray, counts_DE: 
 def test_both_forms_find_the_same(case: tuple[Topology, np.ndarray], seed: int) -> None:
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
-    assert plans(PLAIN, topology, owner_E, counts_DE) == plans(kernels(), topology, owner_E, counts_DE)
+    assert plans(PLAIN, topology, owner_E, counts_DE) == plans(COMPILED, topology, owner_E, counts_DE)
 
 
 def form_of(package: Path) -> str:
@@ -82,13 +79,19 @@ def form_of(package: Path) -> str:
 
 
 def test_without_an_extension_of_the_present_source_planning_is_plain_python(tmp_path: Path) -> None:
-    root = compiled_form.SOURCE.parents[2]
+    root = compiled_form.FOLDER.parents[2]
     package = tmp_path / "megatron_fssdp"
     shutil.copytree(root / "megatron_fssdp", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "pyproject.toml").write_text("")
     assert form_of(tmp_path) == "plain Python, about 100 times slower (not compiled)"
-    extension = package / "planning" / f"kernels{compiled_form.EXTENSION_SUFFIXES[0]}"
-    extension.write_bytes(b"not an extension")
+    for name in compiled_form.NAMES:
+        extension = package / "planning" / "kernels" / f"{name}{compiled_form.EXTENSION_SUFFIXES[0]}"
+        extension.write_bytes(b"not an extension")
     assert "plain Python, about 100 times slower (the compiled kernels cannot be loaded" in form_of(tmp_path)
     os.utime(extension, (0, 0))
     assert form_of(tmp_path) == "plain Python, about 100 times slower (not compiled from the present source)"
+
+
+def test_every_kernel_is_compiled_and_named() -> None:
+    sources = {path.stem for path in compiled_form.FOLDER.glob("[!_]*.py")}
+    assert sources == set(compiled_form.NAMES) == {path.stem for path in compiled_form.FOLDER.glob("*.pxd")}

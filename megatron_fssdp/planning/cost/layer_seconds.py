@@ -1,7 +1,7 @@
 """The price of a layer, which all planners compare: its modelled seconds in an iteration, in both passes.
 
-The formula is ``Price`` in ``kernels.py``, which the search and ``plan_price`` (``strategies/layer_plan.py``)
-ask. The simulator puts the pieces :func:`exchange_times` and :func:`transfer_times` on a timeline;
+The formula is in ``kernels/price_formula.py``. The search and ``plan_price`` (``strategies/layer_plan.py``)
+ask it. The simulator puts the pieces :func:`exchange_times` and :func:`transfer_times` on a timeline;
 ``tests/simulation/test_layer_price.py`` compares the two. The price follows what the runtime does:
 
 * **All-to-alls** last until the busiest device's link inside its node, its NIC, and the busiest node's NICs,
@@ -28,12 +28,12 @@ published.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
+from megatron_fssdp.planning.cost.layer_costs import LayerCosts
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import LinkSet, LinkTimes, TransferTraffic, moves_traffic
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
@@ -152,7 +152,7 @@ class LayerPrice:
 
 
 @lru_cache(maxsize=64)  # all layers of a model have equal costs
-def price_arguments(
+def layer_costs(
     profile: LayerProfile,
     life: ReplicaLife,
     counts_s: float,
@@ -163,8 +163,8 @@ def price_arguments(
     early: float = 0.0,
     choices: TokenChoices | None = None,
     units_per_pair: tuple[float, float, float] = (1.0, 1.0, 1.0),
-) -> tuple[Any, ...]:
-    """The arguments of ``kernels.Price``. The top of this file tells what the price contains.
+) -> LayerCosts:
+    """The costs of a layer. The top of this file tells what its price contains.
 
     Between gate and dispatch of a micro-batch are ``counts_s``. ``hides`` says whether transfers run beside
     compute, and ``early`` is the share of the gather beside the experts of the layer before, which hide it.
@@ -190,15 +190,18 @@ def price_arguments(
         for is_far in (False, True)
         for size in sizes
     ]
-    return (
-        *(np.array(table) for table in (*exchanges, moves)),
+    dispatch, combine = (np.array(table) for table in exchanges)
+    return LayerCosts(
+        dispatch,
+        combine,
+        np.array(moves),
         np.hstack(of_hops),
-        (1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
-        float(num_micro_batches),
-        counts_s,
-        profile.non_moe_s + counts_s if hides else 0.0,
-        BACKWARD_PER_FORWARD * profile.non_moe_s if hides else 0.0,
-        life.name,
-        _hops_in_turn(choices),
-        early,
+        per_token_s=(1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
+        num_micro_batches=num_micro_batches,
+        counts_s=counts_s,
+        hidden_s=profile.non_moe_s + counts_s if hides else 0.0,
+        hidden_back_s=BACKWARD_PER_FORWARD * profile.non_moe_s if hides else 0.0,
+        life=life,
+        in_turn=_hops_in_turn(choices),
+        early=early,
     )

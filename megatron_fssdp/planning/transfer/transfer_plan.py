@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_fssdp.planning.arrays import frozen_array
-from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology, kept_on
 
@@ -121,7 +121,7 @@ def two_level_transfer(placement: ExpertPlacement, topology: Topology) -> Transf
         )
     table = np.empty((placement.num_replicas, 4), np.int64)
     if len(table):
-        trees = kernels().Trees(placement.owner_E, topology.arrays, placement.present_ED)
+        trees = kernel("transfer_trees").TransferTrees(placement, topology)
         trees.write_edges(memoryview(table))
         table = table[np.lexsort((table[:, 2], table[:, 1], table[:, 0], table[:, 3]))]
         table[:, 3] //= 2

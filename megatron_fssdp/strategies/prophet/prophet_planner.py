@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fssdp.planning.arrays import checked_counts
-from megatron_fssdp.planning.compiled_form import kernels
+from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
@@ -116,7 +116,7 @@ def greedy_placements(
         after = np.zeros((most_steps, 3), np.int64)
         replicas = np.zeros((max(min(slots * num_devices, most_steps * (num_devices - 1)), 1), 2), np.int64)
         changed = (computed_D.copy(), computed_D - own_D, np.full(num_devices, slots), np.zeros_like(owner))
-        num_steps = kernels().greedy_steps(
+        num_steps = kernel("greedy_planners").greedy_steps(
             *layer,
             *(memoryview(array) for array in (*changed, replicas, after)),
             tolerance=balance * int(load_E.sum()) / num_experts,

@@ -1,0 +1,314 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+# cython: infer_types=True, annotation_typing=False
+"""Descents to placements that cost less."""
+
+import cython
+import numpy as np
+
+from megatron_fssdp.planning.arrays import zero_ints, zero_reals
+from megatron_fssdp.planning.cost.layer_costs import LayerCosts
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+
+if not cython.compiled:  # the .pxd file imports them for C
+    from megatron_fssdp.planning.kernels.constants import IN, OUT, ROUNDING, WIDTH, WORK
+    from megatron_fssdp.planning.kernels.priced_layer import PricedLayer
+
+
+class PlacementDescent(PricedLayer):
+    """Descents from a placement, one change of one expert at a time; ``search.py`` says what they try.
+
+    Attributes:
+        best: Seconds of the present placement during a descent.
+        kept_s: Seconds of the best placement so far, ``kept_ED``.
+        part_E: Parts of the experts in what :meth:`rank` looks at.
+        tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
+        is_tired_E: 1 for the experts that saved nothing during the present descent.
+        most_replicated: Most experts that may have replicas.
+        most_prices: Most prices of a descent.
+    """
+
+    def __init__(
+        self,
+        start: ExpertPlacement,
+        load_DE: np.ndarray,
+        topology: Topology,
+        costs: LayerCosts,
+        slots: int,
+        most_replicated: int,
+        most_prices: int,
+    ) -> None:
+        owners = ExpertPlacement.owners_only(start.owner_E, topology.num_devices)
+        PricedLayer.__init__(self, owners, load_DE, topology, costs, slots)
+        self.most_replicated, self.most_prices, self.kept_s = most_replicated, most_prices, self.start_s
+        self.kept_ED = memoryview(np.array(self.has_ED))
+        self.part_E, self.is_tired_E = zero_reals(self.num_experts), zero_ints(self.num_experts)
+        self.tried_D = memoryview(np.zeros((2, self.num_devices), np.uint8))
+
+    def keep(self) -> None:
+        """Keep the present placement if it is the best so far."""
+        seconds = self.price()
+        if seconds < self.kept_s * (1.0 - ROUNDING):
+            self.kept_s = seconds
+            self.keep_this()
+
+    def keep_this(self) -> None:
+        """Keep the present placement."""
+        for expert in range(self.num_experts):
+            for device in range(self.num_devices):
+                self.kept_ED[expert, device] = self.has_ED[expert, device]
+
+    def become(self, to_ED: memoryview) -> None:
+        """Go to another placement."""
+        for expert in range(self.num_experts):
+            for device in range(self.num_devices):
+                if self.has_ED[expert, device] != to_ED[expert, device]:
+                    self.count(expert, -1)
+                    self.hold(expert, to_ED, expert)
+                    self.count(expert, 1)
+                    break
+
+    def hold(self, expert: int, table: memoryview, row: int) -> None:
+        """Give an expert that is out the holders of a row of a table."""
+        for device in range(self.num_devices):
+            if self.has_ED[expert, device] != table[row, device]:
+                self.put(expert, device, 1 if table[row, device] else -1)
+
+    def spread(self, expert: int, kind: int) -> None:
+        """Take all replicas of an expert that is out (kind 0), or give it more.
+
+        That is one in every node without it (1), one more in every node (2), or one on every device with a
+        free slot (3).
+        """
+        for node in range(self.num_nodes):
+            if kind == 2 or (kind == 1 and self.holders_EN[expert, node] == 0):
+                device = self.least_loaded(expert, node, False)
+                if device >= 0:
+                    self.put(expert, device, 1)
+        for device in range(self.num_devices):
+            if kind == 0 and self.has_ED[expert, device] and device != self.owner_E[expert]:
+                self.put(expert, device, -1)
+            elif kind == 3 and not self.has_ED[expert, device] and self.used_D[device] < self.slots:
+                self.put(expert, device, 1)
+
+    def may_grow(self, expert: int) -> bool:
+        """Whether an expert may get replicas."""
+        if self.most_replicated >= self.num_experts:
+            return True
+        num = 0
+        for other in range(self.num_experts):
+            num += self.holders_E[other] > 1
+        return self.holders_E[expert] > 1 or num < self.most_replicated
+
+    def rank(self, of_links: bool) -> None:
+        """Write to ``part_E`` the parts of the busiest device, or of the link whose pairs take longest."""
+        at = 0
+        column = WORK
+        most = -1.0
+        first = IN if of_links else WORK
+        last = OUT if of_links else WORK
+        for place in range(self.far_at + self.num_devices if of_links else self.num_devices):
+            kind = 0 if place < self.num_devices else 1 if place < self.far_at else 2
+            seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1] if of_links else 1.0
+            for side in range(first, last + 1):
+                if seconds * self.busy[side, place] > most:
+                    most, at, column = seconds * self.busy[side, place], place, side
+        for expert in range(self.num_experts):
+            self.part_E[expert] = 0.0 if self.is_tired_E[expert] else self.part_of(expert, at, column)
+
+    def part_of(self, expert: int, place: int, column: int) -> float:
+        """The part of an expert in one number of ``busy``."""
+        if place >= self.far_at:
+            device = place - self.far_at
+            if column == OUT:
+                is_sent = self.holders_EN[expert, self.node_D[device]] == 0
+                return self.load_ED[expert, device] if is_sent else 0.0
+            return self.unserved(expert) / self.holders_E[expert] if self.has_ED[expert, device] else 0.0
+        is_device = place < self.num_devices
+        node = self.node_D[place] if is_device else place - self.num_devices
+        num = self.holders_EN[expert, node]
+        if column == OUT:
+            if is_device:
+                return self.load_ED[expert, place] if num > 0 and not self.has_ED[expert, place] else 0.0
+            return self.load_EN[expert, node] if num == 0 else 0.0
+        if num == 0 or (is_device and not self.has_ED[expert, place]):
+            return 0.0
+        near = self.rest_EN[expert, node] / num
+        if is_device and column == IN:
+            return near
+        each_far = self.unserved(expert) / self.holders_E[expert]
+        return self.load_ED[expert, place] + near + each_far if is_device else each_far * num
+
+    def largest_part(self) -> int:
+        """The expert with the highest ``part_E``; of equal ones the first."""
+        largest = 0
+        for expert in range(self.num_experts):
+            if self.part_E[expert] > self.part_E[largest]:
+                largest = expert
+        return largest
+
+    def least_loaded(self, expert: int, node: int, is_full: bool) -> int:
+        """The least loaded device of a node without the expert and with a free slot, or full; -1 if none."""
+        found = -1
+        for i in range(self.first_N[node], self.first_N[node + 1]):
+            device = self.member_D[i]
+            if self.has_ED[expert, device] or (self.used_D[device] >= self.slots) != is_full:
+                continue
+            if found < 0 or self.busy[WORK, device] < self.busy[WORK, found]:
+                found = device
+        return found
+
+    def note(self, expert: int) -> None:
+        """Price the present holders of an expert that is out; remember them if they are the best trial."""
+        seconds = self.price_with(expert, -1)
+        if seconds < self.trial_s * (1.0 - ROUNDING):
+            self.trial_s = seconds
+            for device in range(self.num_devices):
+                self.tried_D[1, device] = self.has_ED[expert, device]
+
+    def try_put(self, expert: int, device: int, sign: int) -> None:
+        """Note one more replica (sign 1), or one less, of an expert that is out; nothing is changed."""
+        self.put(expert, device, sign)
+        self.note(expert)
+        self.put(expert, device, -sign)
+
+    def improve(self, expert: int) -> bool:
+        """Make the best change of one expert's holders; say whether there was one."""
+        self.count(expert, -1)
+        if self.price() >= self.best * (1.0 - ROUNDING):  # other experts decide the price
+            self.count(expert, 1)
+            return False
+        may_grow = self.may_grow(expert)
+        for device in range(self.num_devices):
+            self.tried_D[0, device] = self.has_ED[expert, device]
+        self.trial_s = self.best
+        for node in range(self.num_nodes):
+            free = self.least_loaded(expert, node, False) if may_grow else -1
+            if free >= 0:
+                self.try_put(expert, free, 1)
+        if may_grow:
+            self.spread(expert, 1)
+            self.note(expert)
+            self.hold(expert, self.tried_D, 0)
+        if self.trial_s == self.best:
+            for device in range(self.num_devices):
+                if self.tried_D[0, device] and device != self.owner_E[expert]:
+                    self.try_put(expert, device, -1)
+            if may_grow:
+                self.spread(expert, 3)
+                self.note(expert)
+            self.spread(expert, 0)
+            self.note(expert)
+        gained = self.trial_s < self.best
+        self.hold(expert, self.tried_D, 1 if gained else 0)
+        self.count(expert, 1)
+        self.best = self.trial_s
+        return gained
+
+    def swap(self, expert: int) -> bool:
+        """Let an expert take the place of the least useful replica of a full device, if this gains; say so.
+
+        The other expert loses the replica, or gets one where this expert gives one up.
+        """
+        to = -1
+        instead = -1
+        given = -1
+        least = self.best
+        if not self.may_grow(expert):
+            return False
+        self.count(expert, -1)
+        for node in range(self.num_nodes):
+            device = self.least_loaded(expert, node, True)
+            other = -1 if device < 0 else self.least_useful(device)
+            if other < 0:
+                continue
+            self.count(other, -1)
+            if self.price() < least * (1.0 - ROUNDING):
+                # The other expert loses the replica, or gets the one of this expert on a device `back`.
+                for back in range(-1, self.num_devices):
+                    if back == 0 and to >= 0:
+                        break
+                    if back >= 0 and (
+                        not self.has_ED[expert, back]
+                        or back == self.owner_E[expert]
+                        or self.has_ED[other, back]
+                    ):
+                        continue
+                    seconds = self.price_exchange(expert, other, device, back)
+                    if seconds < least * (1.0 - ROUNDING):
+                        least, to, instead, given = seconds, device, other, back
+            self.count(other, 1)
+        if to >= 0:
+            self.count(instead, -1)
+            self.exchange(expert, instead, to, given)
+            self.count(instead, 1)
+            self.best = least
+        self.count(expert, 1)
+        return to >= 0
+
+    def price_exchange(self, expert: int, other: int, device: int, back: int) -> float:
+        """Seconds after an :meth:`exchange` of two experts that are out; nothing is changed."""
+        self.exchange(expert, other, device, back)
+        self.count(other, 1)
+        seconds = self.price_with(expert, other)
+        self.count(other, -1)
+        self.exchange(other, expert, device, back)
+        return seconds
+
+    def exchange(self, comes: int, goes: int, device: int, back: int) -> None:
+        """Let one expert take another's place on a device, and the other way round on ``back``, unless -1."""
+        self.put(goes, device, -1)
+        self.put(comes, device, 1)
+        if back >= 0:
+            moves = -1 if self.has_ED[comes, back] else 1
+            self.put(comes, back, moves)
+            self.put(goes, back, -moves)
+
+    def least_useful(self, device: int) -> int:
+        """The expert whose replica on a device has the smallest part of its tokens; -1 if there is none."""
+        found = -1
+        least = 0.0
+        for expert in range(self.num_experts):
+            if self.has_ED[expert, device] and self.owner_E[expert] != device:
+                part = self.total_E[expert] / self.holders_E[expert]
+                if found < 0 or part < least:
+                    found, least = expert, part
+        return found
+
+    def descend(self, is_smooth: bool, num_free: int) -> None:
+        """Change experts of the busiest device and of the busiest link while this saves seconds.
+
+        The result is kept by the exact price. Meanwhile, ``num_free`` more experts on each link cost nothing.
+        """
+        hidden, hidden_back = self.costs.hidden, self.costs.hidden_back
+        if num_free > 0:
+            start = self.costs.moves[1, 0]
+            expert_s = max(self.costs.moves[0, 1], self.costs.moves[1, 1], self.costs.moves[2, 1])
+            self.costs.hidden += start + num_free * expert_s
+            expert_s = max(self.costs.moves[0, 2], self.costs.moves[1, 2], self.costs.moves[2, 2])
+            self.costs.hidden_back += start + num_free * expert_s
+        for expert in range(self.num_experts):
+            self.is_tired_E[expert] = 0
+        last = self.num_prices + self.most_prices
+        self.is_smooth = is_smooth
+        self.best = self.price()
+        while self.step() and self.num_prices < last:
+            pass
+        self.is_smooth = False
+        self.costs.hidden, self.costs.hidden_back = hidden, hidden_back
+        self.keep()
+
+    def step(self) -> bool:
+        """Change one expert of the busiest device or link; False if nothing saves seconds."""
+        for of_links in range(2):
+            self.rank(of_links == 1)
+            for _ in range(WIDTH):
+                expert = self.largest_part()
+                if self.part_E[expert] <= 0.0:
+                    break
+                self.part_E[expert] = 0.0
+                # Swaps take most of the time and gain only where the exact price counts.
+                if self.improve(expert) or (not self.is_smooth and self.swap(expert)):
+                    return True
+                self.is_tired_E[expert] = 1
+        return False

@@ -1,0 +1,305 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+# cython: infer_types=True, annotation_typing=False
+"""The search for replicas: seeds, descents from the best of them, and kicks."""
+
+import cython
+import numpy as np
+
+from megatron_fssdp.planning.arrays import zero_ints, zero_reals
+from megatron_fssdp.planning.cost.layer_costs import LayerCosts
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.placement.topology import Topology
+
+if not cython.compiled:  # the .pxd file imports them for C
+    from megatron_fssdp.planning.kernels.constants import (
+        HIGHEST_LEVEL,
+        KICK_PRICES,
+        LEVEL_STEP,
+        MOST_FREE,
+        NUM_LEVELS,
+    )
+    from megatron_fssdp.planning.kernels.placement_descent import PlacementDescent
+
+
+class PlacementSearch(PlacementDescent):
+    """The search for the placement with the fewest seconds; ``search.py`` says what it tries and why.
+
+    Attributes:
+        owners_ED, start_ED: The placements without replicas and of the caller.
+        hottest_E: The experts by load, descending.
+        want_E: Holders that water filling wants for each expert, and ``plan_D`` the loads of devices then.
+            ``order_D`` has the devices in the order of these, and ``taken_D`` those that get an expert.
+        by_owner_E: The experts by owner; those of a device begin at ``first_D``.
+        load_DE, load_NE: The loads by source, of which a device reads one row.
+    """
+
+    def __init__(
+        self,
+        start: ExpertPlacement,
+        load_DE: np.ndarray,
+        topology: Topology,
+        costs: LayerCosts,
+        slots: int,
+        most_replicated: int,
+        most_prices: int,
+    ) -> None:
+        PlacementDescent.__init__(self, start, load_DE, topology, costs, slots, most_replicated, most_prices)
+        devices = self.num_devices
+        self.owners_ED = memoryview(np.array(self.has_ED))
+        self.start_ED = memoryview(np.array(start.present_ED, np.uint8))
+        self.hottest_E = memoryview(np.argsort(-np.asarray(self.total_E), kind="stable"))
+        self.want_E, self.plan_D, self.taken_D = (
+            zero_ints(self.num_experts),
+            zero_reals(devices),
+            zero_ints(devices),
+        )
+        self.order_D = memoryview(np.arange(devices))
+        self.load_DE = memoryview(np.array(np.asarray(self.load_ED).T, order="C"))
+        self.load_NE = memoryview(np.array(np.asarray(self.load_EN).T, order="C"))
+        self.by_owner_E = memoryview(np.argsort(start.owner_E, kind="stable"))
+        owned_D = np.bincount(start.owner_E, minlength=devices)
+        self.first_D = memoryview(np.concatenate([[0], np.cumsum(owned_D)]))
+
+    def climb(self) -> None:
+        """Descend by the smooth price while more and more transfers cost nothing.
+
+        One replica that crosses a link makes a whole transfer longer, and the next ones over other links are
+        then free. So a single replica rarely pays, although several together do.
+        """
+        self.become(self.owners_ED)
+        self.descend(True, 0)
+        num_free = 1
+        gained = True
+        while num_free <= MOST_FREE and gained:
+            before = self.kept_s
+            self.descend(True, num_free)
+            gained = num_free == 1 or self.kept_s < before
+            num_free *= 2
+
+    def give_away(self, in_all_nodes: bool, level: float, room: int) -> int:
+        """Water filling: raise ``want_E`` until no owner keeps more than ``level`` times the mean load.
+
+        The owner with the highest load goes first, and of its experts the one whose next replica takes most
+        from it; ``in_all_nodes``, it gets as many at once as there are nodes. The result is the number of
+        replicas for which there is still room; 0 if nothing more can be done.
+        """
+        while room > 0:
+            owner = 0
+            for device in range(self.num_devices):
+                if self.plan_D[device] > self.plan_D[owner]:
+                    owner = device
+            if self.plan_D[owner] <= level * self.all_pairs / self.num_devices:
+                return room
+            picked = -1
+            wanted = 0
+            most = 0.0
+            for i in range(self.first_D[owner], self.first_D[owner + 1]):
+                expert = self.by_owner_E[i]
+                have = self.want_E[expert]
+                more = have + 1
+                if in_all_nodes:
+                    more = self.num_nodes if have == 1 else have + self.num_nodes
+                more = min(more, self.num_devices)
+                if more <= have:
+                    continue
+                gain = self.total_E[expert] * (1.0 / have - 1.0 / more) / (more - have)
+                if gain > most:
+                    picked, wanted, most = expert, more, gain
+            if picked < 0:
+                return 0
+            self.plan_D[owner] -= most * (wanted - self.want_E[picked])
+            room -= wanted - self.want_E[picked]
+            self.want_E[picked] = wanted
+        return 0
+
+    def place_wanted(self) -> None:
+        """Put the replicas of ``want_E`` on the devices that then have least, spread over the nodes."""
+        num_placed = 0
+        self.sort(self.order_D, self.num_devices)
+        for expert in range(self.num_experts):
+            self.part_E[expert] = (
+                self.total_E[expert] / self.want_E[expert] if self.want_E[expert] > 1 else 0.0
+            )
+        while num_placed < self.most_replicated:
+            picked = self.largest_part()
+            part = self.part_E[picked]
+            if part <= 0.0:
+                return
+            self.part_E[picked] = 0.0
+            num_placed += 1
+            most = (self.want_E[picked] + self.num_nodes - 1) // self.num_nodes
+            self.count(picked, -1)
+            self.place(picked, part, most)
+            self.count(picked, 1)
+
+    def place(self, expert: int, part: float, most: int) -> None:
+        """Put the replicas of ``want_E`` of an expert that is out, at most so many holders in a node.
+
+        ``order_D`` stays in order, although devices with a new replica move back in it.
+        """
+        num_taken = 0
+        num_left = 0
+        for i in range(self.num_devices):
+            device = self.order_D[i]
+            is_free = not self.has_ED[expert, device] and self.used_D[device] < self.slots
+            if (
+                is_free
+                and num_taken < self.want_E[expert] - 1
+                and self.holders_EN[expert, self.node_D[device]] < most
+            ):
+                self.put(expert, device, 1)
+                self.plan_D[device] += part
+                self.taken_D[num_taken] = device
+                num_taken += 1
+            else:
+                self.order_D[num_left] = device
+                num_left += 1
+        self.sort(self.taken_D, num_taken)
+        at = self.num_devices
+        while num_taken > 0:
+            at -= 1
+            if num_left > 0 and self.has_less(self.taken_D[num_taken - 1], self.order_D[num_left - 1]):
+                num_left -= 1
+                self.order_D[at] = self.order_D[num_left]
+            else:
+                num_taken -= 1
+                self.order_D[at] = self.taken_D[num_taken]
+
+    def sort(self, devices: memoryview, num: int) -> None:
+        """Sort the first ``num`` of these devices by ``plan_D``, equal ones by number; most are in order."""
+        for i in range(1, num):
+            device = devices[i]
+            at = i
+            while at > 0 and self.has_less(device, devices[at - 1]):
+                devices[at] = devices[at - 1]
+                at -= 1
+            devices[at] = device
+
+    def has_less(self, one: int, other: int) -> bool:
+        """Whether the first of two devices has the lower ``plan_D``, or an equal one and the lower number."""
+        if self.plan_D[one] == self.plan_D[other]:
+            return one < other
+        return self.plan_D[one] < self.plan_D[other]
+
+    def seed_by_levels(self) -> None:
+        """Keep the best placement in which owners give load away until they keep a part of the mean."""
+        for kind in range(2 if self.num_nodes > 1 else 1):
+            room = self.slots * self.num_devices
+            for i in range(self.num_experts):
+                self.want_E[i] = 1
+            for level in range(NUM_LEVELS):
+                if room == 0:  # the last level already used all slots
+                    break
+                # Replicas change plan_D while they are placed, so it is computed anew at each level.
+                for i in range(self.num_devices):
+                    self.plan_D[i] = 0.0
+                for i in range(self.num_experts):
+                    self.plan_D[self.owner_E[i]] += self.total_E[i] / self.want_E[i]
+                before = room
+                room = self.give_away(kind == 1, HIGHEST_LEVEL - level * LEVEL_STEP, room)
+                if room != before:
+                    self.become(self.owners_ED)
+                    self.place_wanted()
+                    self.keep()
+
+    def seed_by_sources(self) -> None:
+        """Keep the best placement in which devices, or nodes, have the one or two experts they use most."""
+        for kind in range(4 if self.num_nodes > 1 else 2):
+            self.become(self.owners_ED)
+            num_replicated = 0
+            for turn in range(min(self.slots, 1 + kind % 2) * self.num_devices):
+                num_replicated += self.fetch(turn % self.num_devices, kind > 1, num_replicated)
+            for expert in range(self.num_experts):
+                if self.holders_E[expert] > 1:
+                    self.count(expert, 1)
+            self.keep()
+
+    def fetch(self, device: int, for_node: bool, num: int) -> int:
+        """Give a device the missing expert to which it, or its node, sends most; 1 if it was counted."""
+        node = self.node_D[device]
+        found = -1
+        most = 0.0
+        for expert in range(self.num_experts):
+            load = self.load_NE[node, expert] if for_node else self.load_DE[device, expert]
+            if load > most and (num < self.most_replicated or self.holders_E[expert] > 1):
+                has = self.holders_EN[expert, node] > 0 if for_node else self.has_ED[expert, device]
+                if not has:
+                    found, most = expert, load
+        is_first = found >= 0 and self.holders_E[found] == 1
+        if is_first:
+            self.count(found, -1)  # out until all replicas are placed
+        if found >= 0:
+            self.put(found, device, 1)
+        return 1 if is_first else 0
+
+    def prune(self) -> None:
+        """Drop the replicas without which the kept placement costs no more."""
+        self.become(self.kept_ED)
+        for expert in range(self.num_experts):
+            if self.holders_E[expert] == 1:
+                continue
+            self.count(expert, -1)
+            self.price()
+            for device in range(self.num_devices):
+                if self.has_ED[expert, device] and device != self.owner_E[expert]:
+                    self.put(expert, device, -1)
+                    seconds = self.price_with(expert, -1)
+                    if seconds <= self.kept_s:
+                        self.kept_s = seconds
+                    else:
+                        self.put(expert, device, 1)
+            self.count(expert, 1)
+        self.keep_this()
+
+    def kick(self) -> None:
+        """Change all replicas of one expert at once and descend; keep what gains, otherwise go back."""
+        self.most_prices = KICK_PRICES // self.num_experts
+        last = self.num_prices + self.most_prices
+        turn = 0
+        missed = 0
+        while missed < 3 * self.num_experts and self.num_prices < last:
+            expert = self.hottest_E[turn // 3 % self.num_experts]
+            before = self.kept_s
+            self.become(self.kept_ED)
+            if turn % 3 == 0 or self.may_grow(expert):
+                self.count(expert, -1)
+                self.spread(expert, turn % 3)
+                self.count(expert, 1)
+                self.descend(False, 0)
+            turn += 1
+            missed = 0 if self.kept_s < before else missed + 1
+
+    def run(self) -> None:
+        """Search; the result is ``kept_ED`` and ``kept_s``."""
+        self.seed_by_sources()
+        self.seed_by_levels()
+        self.become(self.start_ED)
+        self.keep()
+        self.climb()
+        self.become(self.kept_ED)
+        self.descend(False, 0)
+        # Several devices or links are equally busy now, so no single change lowers the exact price.
+        self.descend(True, 0)
+        self.descend(False, 0)
+        self.kick()
+        self.prune()
+
+
+def search_replicas(
+    start: ExpertPlacement,
+    load_DE: np.ndarray,
+    topology: Topology,
+    costs: LayerCosts,
+    slots: int,
+    most_replicated: int,
+    most_prices: int,
+) -> tuple[float, float, np.ndarray]:
+    """Seconds of a layer without replicas and with those that are found; the placement, bytes ``[E, D]``.
+
+    Loads are float64 ``[D, E]``. Devices hold at most ``slots`` replicas, at most ``most_replicated`` experts
+    have some, and a descent looks at ``most_prices`` placements. ``start`` is one more seed.
+    """
+    search = PlacementSearch(start, load_DE, topology, costs, slots, most_replicated, most_prices)
+    with cython.nogil:
+        search.run()
+    return search.start_s, search.kept_s, np.asarray(search.kept_ED)
