@@ -6,21 +6,20 @@ Shape letters: D devices, E experts, L MoE layers.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.owner_moves import ReshardClock, paying_owners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
+from megatron_fssdp.planning.search import LEAST_SAVING, plan_materialization
 from megatron_fssdp.strategies.fssdp.exact_plans import corrected, of_micro_batch
 from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings, PlanSource
 from megatron_fssdp.strategies.fssdp.heterogeneous_sharding import heterogeneous_sharding
+from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches
 from megatron_fssdp.strategies.fssdp.plan_source import MOST_PRICED, SourceChoice
 from megatron_fssdp.strategies.fssdp.sparse_materialization import (
     calibration_candidates,
@@ -39,28 +38,6 @@ from megatron_fssdp.strategies.strategy import MeasuredReplicas, MovesOwners
 WINDOW = 5
 """Length of the sliding window of loads, in iterations (Hecate §4.2, w)."""
 
-RENEWAL = 16
-"""Iterations after which a layer's replicas are searched again in any case.
-
-Slow changes of the loads can make a much better placement possible without making the present one worse.
-"""
-
-
-class _Kept(NamedTuple):
-    """A layer's last placement, used last after ``number`` iterations, and what its search promised.
-
-    Its replicas have the given life. ``planned_s`` and ``plain_s`` are the layer's modelled seconds with and
-    without them. It was last compared with ``load_DE``.
-    """
-
-    placement: ExpertPlacement
-    life: ReplicaLife
-    number: int
-    planned_s: float
-    plain_s: float
-    profile: LayerProfile
-    load_DE: np.ndarray
-
 
 class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings]):
     """``fssdp``: makes a new placement in each iteration, from the mean of the last :data:`WINDOW` loads."""
@@ -71,11 +48,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     def __init__(self, settings: FssdpSettings) -> None:
         super().__init__(settings)
         self._is_hecate = settings.planner == "hecate"
-        self._kept: dict[int, _Kept] = {}
+        self._searches = KeptSearches(self.slots_by_life, settings.overlap)
         self._made: dict[int, tuple[LayerContext, LayerPlan, float]] = {}
         """Each layer's last plan, which serves as long as its context, placement and number of pairs do."""
-        self._searches: dict[int, tuple[LayerContext, _Kept | None, _Kept]] = {}
-        """Each layer's last search: its context, its seed, and what it found."""
         self._policies: dict[int, tuple[ExpertPlacement, DispatchPolicy]] = {}
         self._sources: dict[int, SourceChoice] = {}
         self._clock = ReshardClock(WINDOW, settings.reshard_interval)
@@ -150,18 +125,18 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
 
     def _by_past(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The plan with the fewest modelled seconds under the predicted loads; costs are measured."""
-        found = self._found(context, history.forecast_DE(), history.num_seen)
-        in_pass = found.life is ReplicaLife.LAYER_PASS
+        result = self._searches.of(context, history.forecast_DE(), history.num_seen)
+        in_pass = result.life is ReplicaLife.LAYER_PASS
         num_pairs = float(history.mean_E().sum())
         made = self._made.get(context.layer)
         if (
             made is not None
             and made[0] is context
-            and made[1].placement is found.placement
+            and made[1].placement is result.placement
             and (made[2], made[1].rematerialize) == (num_pairs, in_pass)
         ):
             return made[1]
-        plan = self.plan_of(found.placement, context, rematerialize=in_pass)
+        plan = self.plan_of(result.placement, context, rematerialize=in_pass)
         if plan.placement.num_replicas:
             plan = replace(plan, dispatch_policy=self._policy(plan, context, history))
             if self.splits and not in_pass:
@@ -246,75 +221,6 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             known = self._policies[context.layer] = plan.placement, policy
         return known[1]
 
-    def _search(self, context: LayerContext, load_DE: np.ndarray, life: ReplicaLife) -> LayerSearch:
-        """The search for replicas of a life under loads ``[D, E]``; costs are measured."""
-        return layer_search(
-            *(context.owner_E, load_DE, context.topology, context.costs),
-            life=life,
-            hides=self.settings.overlap,
-        )
-
-    def _searched(
-        self, context: LayerContext, load_DE: np.ndarray, number: int = 0, kept: _Kept | None = None
-    ) -> _Kept:
-        """What searches within the slots of each life find; ``kept`` is a seed.
-
-        Replicas of a pass travel more often than those that stay. So they are tried only where those that may
-        stay are too few.
-        """
-        best = None
-        for life, slots in self.slots_by_life(context).items():
-            search, start = self._search(context, load_DE, life), None
-            if kept is not None and kept.life is life and kept.placement.replicas_per_device_D.max() <= slots:
-                start = kept.placement
-            placement, seconds = search.best_placement(
-                slots=slots, most_replicated=context.num_experts, start=start
-            )
-            if best is None or seconds < (1 - LEAST_SAVING) * best.planned_s:
-                best = _Kept(placement, life, number, seconds, search.plain_s, context.costs, load_DE)
-            if placement.replicas_per_device_D.max() < slots:
-                break
-        assert best is not None
-        return best
-
-    def _found(self, context: LayerContext, load_DE: np.ndarray, number: int) -> _Kept:
-        """The placement of the iteration before while it holds its promise, or what a search finds (ours).
-
-        If its price for the new forecast is still what its search promised, another search would hardly find
-        a better one, and takes a hundred times as long as a price. Layers take turns, so that no iteration
-        has many searches; ``number`` iterations were before this one.
-        """
-        kept = self._kept.get(context.layer)
-        if kept is not None and (
-            number - kept.number not in (0, 1) or not np.array_equal(kept.placement.owner_E, context.owner_E)
-        ):
-            kept = None
-        if (
-            kept is not None
-            and kept.profile is context.profile
-            and (number + context.layer) % RENEWAL
-            and (np.array_equal(load_DE, kept.load_DE) or self._holds(kept, context, load_DE))
-        ):
-            found = self._kept[context.layer] = kept._replace(number=number, load_DE=load_DE)
-            return found
-        known = self._searches.get(context.layer)
-        if known is not None and known[0] is context and _same_search(known[1], kept, known[2], load_DE):
-            # The placement is another object all the same, because its dispatch policy is found anew.
-            found = known[2]._replace(placement=replace(known[2].placement), number=number)
-        else:
-            found = self._searched(context, load_DE, number, kept)
-            self._searches[context.layer] = context, kept, found
-        self._kept[context.layer] = found
-        return found
-
-    def _holds(self, kept: _Kept, context: LayerContext, load_DE: np.ndarray) -> bool:
-        """Whether a placement still costs what its search promised."""
-        search = self._search(context, load_DE, kept.life)
-        seconds = search.seconds(kept.placement)
-        # Loads that cost less lower the promise in proportion.
-        promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
-        return seconds - promised_s <= LEAST_SAVING * seconds
-
     def reshards_at(self, iteration: int) -> bool:
         """Whether owners are reconsidered now: by the clock if seconds decide, otherwise at the interval."""
         if self._goes_by_seconds:
@@ -357,13 +263,4 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     def _seconds(self, context: LayerContext, owner_E: np.ndarray, load_E: np.ndarray) -> float:
         """Modelled seconds with other owners and their replicas, if every source sends equally much."""
         load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
-        return self._searched(replace(context, owner_E=owner_E), load_DE).planned_s
-
-
-def _same_search(before: _Kept | None, now: _Kept | None, found: _Kept, load_DE: np.ndarray) -> bool:
-    """Whether a search with this seed and these loads repeats the last one, which had another seed."""
-    if before is None or now is None:
-        same_seed = before is now
-    else:
-        same_seed = before.life is now.life and before.placement == now.placement
-    return same_seed and np.array_equal(found.load_DE, load_DE)
+        return self._searches.searched(replace(context, owner_E=owner_E), load_DE).planned_s

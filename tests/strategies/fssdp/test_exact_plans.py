@@ -14,7 +14,8 @@ from megatron_fssdp.strategies.fssdp.exact_plans import corrected, even_s, of_mi
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 from tests.drawn_examples import examples
 
-from .test_fssdp_strategy import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE, plan_with
+from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
+from .test_fssdp_strategy import plan_with
 
 TIMES = 4
 SLOW = dataclasses.replace(

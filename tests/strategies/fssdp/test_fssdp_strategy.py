@@ -3,38 +3,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
 from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
-from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings
-from megatron_fssdp.strategies.fssdp.fssdp_strategy import RENEWAL, FssdpStrategy
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 from tests.support.random_placement import with_replicas
 
-DEVICES, EXPERTS = 8, 16
-NEAR, FAR = LinkCost(1e-5, 1 / 1e10), LinkCost(1e-5, 1 / 1e9)
-PROFILE = LayerProfile(
-    non_moe_s=2e-2,
-    cluster=ClusterCost(NEAR, FAR, expert_flops_per_s=1e12),
-    expert_bytes=4_000_000,
-    token_bytes=4_000,
-    flops_per_token=4e6,
-    memory_capacity=4,
-)
-CONTEXT = LayerContext(1, even_owners(EXPERTS, DEVICES), Topology.uniform(DEVICES, 4), PROFILE)
-
-
-def hot_counts_DE(*hot: int, pairs: int = 3_000) -> np.ndarray:
-    counts_DE = np.full((DEVICES, EXPERTS), 100, np.int64)
-    counts_DE[:, list(hot)] += pairs
-    return counts_DE
+from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
 
 
 def history_of(*counts: np.ndarray) -> LoadHistory:
@@ -42,81 +22,6 @@ def history_of(*counts: np.ndarray) -> LoadHistory:
     for counts_DE in counts:
         history.append(counts_DE)
     return history
-
-
-# --- a placement is kept while it holds what its search promised
-
-LAYER = 3
-
-
-class Iterations:
-    """Plans one layer's iterations, and counts its searches."""
-
-    def __init__(self, slots: int = 1) -> None:
-        self.strategy = FssdpStrategy(FssdpSettings(slots=slots))
-        self.number = 0
-        self.last: ExpertPlacement | None = None
-
-    def searches(self, load_DE: np.ndarray, context: LayerContext = CONTEXT) -> bool:
-        """Plan the next iteration; whether a search was made for it."""
-        context = dataclasses.replace(context, layer=LAYER)
-        found = self.strategy._found(context, load_DE, self.number).placement
-        assert found.replicas_per_device_D.max() <= self.strategy.slots(context)
-        is_new, self.last = found is not self.last, found
-        self.number += 1
-        return is_new
-
-
-def test_equal_loads_are_searched_once_in_an_interval() -> None:
-    iterations = Iterations()
-    searched = [number for number in range(2 * RENEWAL) if iterations.searches(hot_counts_DE(3))]
-    assert searched == [0, RENEWAL - LAYER, 2 * RENEWAL - LAYER]
-
-
-def test_loads_that_break_the_promise_are_searched() -> None:
-    iterations = Iterations()
-    assert iterations.searches(hot_counts_DE(3))
-    assert not iterations.searches(hot_counts_DE(3, pairs=3_005))
-    assert not iterations.searches(0.7 * hot_counts_DE(3)), "less load lowers the promise"
-    assert iterations.searches(hot_counts_DE(12))
-    assert iterations.last is not None
-    assert iterations.last.present_ED[12].sum() > 4
-
-
-def test_other_owners_slots_and_costs_are_searched() -> None:
-    load_DE = hot_counts_DE(3)
-    moved = dataclasses.replace(CONTEXT, owner_E=np.roll(even_owners(EXPERTS, DEVICES), 2))
-    more = dataclasses.replace(moved, profile=dataclasses.replace(PROFILE, token_bytes=8_000))
-    iterations = Iterations()
-    assert iterations.searches(load_DE)
-    assert iterations.searches(load_DE, moved)
-    assert iterations.last is not None
-    np.testing.assert_array_equal(iterations.last.owner_E, moved.owner_E)
-    assert iterations.searches(load_DE, more)
-
-
-def test_a_kept_placement_costs_at_most_a_little_more_than_a_new_search() -> None:
-    rng = np.random.default_rng(0)
-    iterations, log_E = Iterations(), rng.normal(size=EXPERTS)
-    for _ in range(40):
-        log_E = log_E + 0.01 * rng.normal(size=EXPERTS)
-        load_DE = np.tile(np.exp(log_E) * 4_000 / np.exp(log_E).sum(), (DEVICES, 1))
-        iterations.searches(load_DE)
-        search = layer_search(
-            CONTEXT.owner_E, load_DE, CONTEXT.topology, PROFILE, life=ReplicaLife.ITERATION, hides=True
-        )
-        _, least_s = search.best_placement(slots=1, most_replicated=EXPERTS)
-        assert iterations.last is not None
-        assert search.seconds(iterations.last) <= (1 + 4 * LEAST_SAVING) * least_s
-
-
-def test_an_iteration_that_is_planned_again_has_the_same_placement() -> None:
-    """Evaluations between two iterations do so."""
-    iterations = Iterations()
-    assert iterations.searches(hot_counts_DE(3))
-    for _ in range(3):
-        iterations.number -= 1
-        assert not iterations.searches(hot_counts_DE(3))
 
 
 # --- every layer has the life that costs less, within the replicas that fit

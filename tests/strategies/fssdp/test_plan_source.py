@@ -17,7 +17,7 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_before_gate
 
 from .test_exact_plans import SLOW
-from .test_fssdp_strategy import DEVICES, EXPERTS, hot_counts_DE
+from .hot_layer import DEVICES, EXPERTS, hot_counts_DE
 
 QUICK_LINKS = dataclasses.replace(
     SLOW,

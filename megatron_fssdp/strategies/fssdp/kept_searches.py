@@ -1,0 +1,131 @@
+"""The last placement of each layer, which serves as long as it costs what its search promised (ours).
+
+Shape letters: D devices, E experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search
+from megatron_fssdp.strategies.layer_plan import LayerContext
+
+RENEWAL = 16
+"""Iterations after which a layer's replicas are searched again in any case.
+
+Slow changes of the loads can make a much better placement possible without making the present one worse.
+"""
+
+
+class SearchResult(NamedTuple):
+    """A layer's placement, used last after ``number`` iterations, and what its search promised.
+
+    Its replicas have the given life. ``planned_s`` and ``plain_s`` are the layer's modelled seconds with and
+    without them. It was last compared with ``load_DE``.
+    """
+
+    placement: ExpertPlacement
+    life: ReplicaLife
+    number: int
+    planned_s: float
+    plain_s: float
+    profile: LayerProfile
+    load_DE: np.ndarray
+
+
+class KeptSearches:
+    """Searches for replicas in all layers, and keeps what they find.
+
+    ``slots_by_life`` has the most replicas on a device for each life, and ``hides`` says whether transfers
+    run beside compute. Costs are measured.
+    """
+
+    def __init__(self, slots_by_life: Callable[[LayerContext], dict[ReplicaLife, int]], hides: bool) -> None:
+        self._slots_by_life, self._hides = slots_by_life, hides
+        self._kept: dict[int, SearchResult] = {}
+        self._searches: dict[int, tuple[LayerContext, SearchResult | None, SearchResult]] = {}
+        """Each layer's last search: its context, its seed, and its result."""
+
+    def of(self, context: LayerContext, load_DE: np.ndarray, number: int) -> SearchResult:
+        """The placement of the iteration before while it holds its promise, or that of a new search.
+
+        If its price for the new forecast ``[D, E]`` is still what its search promised, another search would
+        hardly find a better one, and takes a hundred times as long as a price. Layers take turns, so that no
+        iteration has many searches; ``number`` iterations were before this one.
+        """
+        kept = self._kept.get(context.layer)
+        if kept is not None and (
+            number - kept.number not in (0, 1) or not np.array_equal(kept.placement.owner_E, context.owner_E)
+        ):
+            kept = None
+        if (
+            kept is not None
+            and kept.profile is context.profile
+            and (number + context.layer) % RENEWAL
+            and (np.array_equal(load_DE, kept.load_DE) or self._holds(kept, context, load_DE))
+        ):
+            result = kept._replace(number=number, load_DE=load_DE)
+        else:
+            result = self._renewed(context, load_DE, number, kept)
+        self._kept[context.layer] = result
+        return result
+
+    def searched(
+        self, context: LayerContext, load_DE: np.ndarray, number: int = 0, kept: SearchResult | None = None
+    ) -> SearchResult:
+        """The best result of searches within the slots of each life; ``kept`` is a seed.
+
+        Replicas of a pass travel more often than those that stay. So they are tried only where those that may
+        stay are too few.
+        """
+        best = None
+        for life, slots in self._slots_by_life(context).items():
+            search, start = self._search(context, load_DE, life), None
+            if kept is not None and kept.life is life and kept.placement.replicas_per_device_D.max() <= slots:
+                start = kept.placement
+            placement, seconds = search.best_placement(
+                slots=slots, most_replicated=context.num_experts, start=start
+            )
+            if best is None or seconds < (1 - LEAST_SAVING) * best.planned_s:
+                best = SearchResult(placement, life, number, seconds, search.plain_s, context.costs, load_DE)
+            if placement.replicas_per_device_D.max() < slots:
+                break
+        assert best is not None
+        return best
+
+    def _renewed(
+        self, context: LayerContext, load_DE: np.ndarray, number: int, kept: SearchResult | None
+    ) -> SearchResult:
+        """A new search from a seed, unless it would repeat the last one."""
+        if (last := self._searches.get(context.layer)) is not None:
+            of_context, seed, result = last
+            if of_context is context and _same_seed(seed, kept) and np.array_equal(result.load_DE, load_DE):
+                # The placement is another object all the same, because its dispatch policy is decided anew.
+                return result._replace(placement=replace(result.placement), number=number)
+        result = self.searched(context, load_DE, number, kept)
+        self._searches[context.layer] = context, kept, result
+        return result
+
+    def _holds(self, kept: SearchResult, context: LayerContext, load_DE: np.ndarray) -> bool:
+        """Whether a placement still costs what its search promised."""
+        search = self._search(context, load_DE, kept.life)
+        seconds = search.seconds(kept.placement)
+        # Loads that cost less lower the promise in proportion.
+        promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
+        return seconds - promised_s <= LEAST_SAVING * seconds
+
+    def _search(self, context: LayerContext, load_DE: np.ndarray, life: ReplicaLife) -> LayerSearch:
+        return layer_search(
+            *(context.owner_E, load_DE, context.topology, context.costs), life=life, hides=self._hides
+        )
+
+
+def _same_seed(before: SearchResult | None, now: SearchResult | None) -> bool:
+    if before is None or now is None:
+        return before is now
+    return before.life is now.life and before.placement == now.placement

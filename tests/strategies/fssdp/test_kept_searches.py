@@ -1,0 +1,84 @@
+import dataclasses
+
+import numpy as np
+
+from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
+from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL, KeptSearches
+from megatron_fssdp.strategies.layer_plan import LayerContext
+
+from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
+
+LAYER = 3
+
+
+class Iterations:
+    """Plans one layer's iterations, and counts its searches."""
+
+    def __init__(self, slots: int = 1) -> None:
+        self.searched = KeptSearches(lambda _: {ReplicaLife.ITERATION: slots}, hides=True)
+        self.slots = slots
+        self.number = 0
+        self.last: ExpertPlacement | None = None
+
+    def searches(self, load_DE: np.ndarray, context: LayerContext = CONTEXT) -> bool:
+        """Plan the next iteration; whether a search was made for it."""
+        context = dataclasses.replace(context, layer=LAYER)
+        placement = self.searched.of(context, load_DE, self.number).placement
+        assert placement.replicas_per_device_D.max() <= self.slots
+        is_new, self.last = placement is not self.last, placement
+        self.number += 1
+        return is_new
+
+
+def test_equal_loads_are_searched_once_in_an_interval() -> None:
+    iterations = Iterations()
+    searched = [number for number in range(2 * RENEWAL) if iterations.searches(hot_counts_DE(3))]
+    assert searched == [0, RENEWAL - LAYER, 2 * RENEWAL - LAYER]
+
+
+def test_loads_that_break_the_promise_are_searched() -> None:
+    iterations = Iterations()
+    assert iterations.searches(hot_counts_DE(3))
+    assert not iterations.searches(hot_counts_DE(3, pairs=3_005))
+    assert not iterations.searches(0.7 * hot_counts_DE(3)), "less load lowers the promise"
+    assert iterations.searches(hot_counts_DE(12))
+    assert iterations.last is not None
+    assert iterations.last.present_ED[12].sum() > 4
+
+
+def test_other_owners_slots_and_costs_are_searched() -> None:
+    load_DE = hot_counts_DE(3)
+    moved = dataclasses.replace(CONTEXT, owner_E=np.roll(even_owners(EXPERTS, DEVICES), 2))
+    more = dataclasses.replace(moved, profile=dataclasses.replace(PROFILE, token_bytes=8_000))
+    iterations = Iterations()
+    assert iterations.searches(load_DE)
+    assert iterations.searches(load_DE, moved)
+    assert iterations.last is not None
+    np.testing.assert_array_equal(iterations.last.owner_E, moved.owner_E)
+    assert iterations.searches(load_DE, more)
+
+
+def test_a_kept_placement_costs_at_most_a_little_more_than_a_new_search() -> None:
+    rng = np.random.default_rng(0)
+    iterations, log_E = Iterations(), rng.normal(size=EXPERTS)
+    for _ in range(40):
+        log_E = log_E + 0.01 * rng.normal(size=EXPERTS)
+        load_DE = np.tile(np.exp(log_E) * 4_000 / np.exp(log_E).sum(), (DEVICES, 1))
+        iterations.searches(load_DE)
+        search = layer_search(
+            CONTEXT.owner_E, load_DE, CONTEXT.topology, PROFILE, life=ReplicaLife.ITERATION, hides=True
+        )
+        _, least_s = search.best_placement(slots=1, most_replicated=EXPERTS)
+        assert iterations.last is not None
+        assert search.seconds(iterations.last) <= (1 + 4 * LEAST_SAVING) * least_s
+
+
+def test_an_iteration_that_is_planned_again_has_the_same_placement() -> None:
+    """Evaluations between two iterations do so."""
+    iterations = Iterations()
+    assert iterations.searches(hot_counts_DE(3))
+    for _ in range(3):
+        iterations.number -= 1
+        assert not iterations.searches(hot_counts_DE(3))
