@@ -64,13 +64,15 @@ def _table(run: Path, recent: "list[IterationMetrics]", session: "RunSession | N
     if recent:
         last = recent[-1]
         of = f"/{session.iterations}" if session and session.iterations else ""
-        seconds = format_seconds(fmean(one.iteration_s for one in recent))
+        seconds = format_seconds(fmean(iteration.iteration_s for iteration in recent))
         strategy = f"{session.strategy}, " if session else ""
         title = f"{run}: {strategy}iteration {last.iteration}{of}, loss {last.lm_loss:.4f}, {seconds} each"
     header = ("layer", "load under plain EP", "load", "replicas", "waits for weights", "for gradients")
     rows = []
-    for of_layer in zip(*(one.layers for one in recent), strict=False):
-        *numbers, spag_s, sprs_s = (fmean(getattr(one, name) for one in of_layer) for name in _COLUMNS)
+    for of_layer in zip(*(iteration.layers for iteration in recent), strict=False):
+        *numbers, spag_s, sprs_s = (
+            fmean(getattr(measured, name) for measured in of_layer) for name in _COLUMNS
+        )
         cells = (*(f"{mean:.3g}" for mean in numbers), format_seconds(spag_s), format_seconds(sprs_s))
         rows.append((str(of_layer[0].layer), *cells))
     caption = f"means of the last {len(recent)} iterations; load: busiest / mean" if recent else ""

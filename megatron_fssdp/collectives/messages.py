@@ -63,7 +63,7 @@ def start_exchange(
         if rank != own and x.numel()  # NCCL refuses empty ones.
     ]
     works = _batch(messages, group)
-    num_received = sum(one.is_receive for one in messages)
+    num_received = sum(message.is_receive for message in messages)
     return works[:num_received], works[num_received:]
 
 

@@ -226,7 +226,9 @@ class StreamLane:
 
     def advance(self) -> None:
         """Issue the next batches of the first transfer that still has some: one point of the program."""
-        transfer = next((one for one in self._open if one.num_issued < one.num_batches), None)
+        transfer = next(
+            (transfer for transfer in self._open if transfer.num_issued < transfer.num_batches), None
+        )
         if transfer is not None:
             transfer.issue()
 

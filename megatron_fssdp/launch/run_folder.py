@@ -76,7 +76,7 @@ class RunFolder:
         With ``only_fixed``, only the model and the optimizer matter, which checkpoints belong to.
         """
         ours, theirs = (
-            flat_settings(one.model_dump(mode="json")) for one in (config, run_config_of(self.path))
+            flat_settings(run.model_dump(mode="json")) for run in (config, run_config_of(self.path))
         )
         if config.data.path is None:  # training fills in the folder of the default data
             theirs.pop("data.path", None)

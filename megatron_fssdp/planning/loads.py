@@ -53,7 +53,7 @@ class LoadHistory:
                 self._num_settled = 0
             else:
                 alike = (load_similarity(load_E, forecast_E) for forecast_E in forecasts)
-                mean, last = (0.0 if one is None else 1 - one for one in alike)
+                mean, last = (0.0 if similarity is None else 1 - similarity for similarity in alike)
                 self._errors.append((mean, last))
         self._num_settled = min(self._num_settled + 1, self.window)
         self._sum_DE += kept - (self._latest[0] if len(self._latest) == self.window else 0)

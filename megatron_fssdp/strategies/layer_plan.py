@@ -231,7 +231,7 @@ def plan_price(
     counts_s = gather_counts_s(profile.links, topology, context.num_experts)
     if plan.shares_exactly:
         counts_s += counts_s + profile.exact_shares_s
-    transfers = [transfer_traffic(one.transfer, topology) for one in (plan, planned)] + [addition]
+    transfers = [transfer_traffic(made.transfer, topology) for made in (plan, planned)] + [addition]
     costs = layer_costs(
         profile,
         plan.life,
@@ -242,7 +242,7 @@ def plan_price(
         early=plan.early if plan.is_split else 0.0,
         choices=choices,
     )
-    moves = ((*one.busiest.bounds, one.num_hops, *one.fill_hops) for one in transfers)
+    moves = ((*traffic.busiest.bounds, traffic.num_hops, *traffic.fill_hops) for traffic in transfers)
     tokens = float(dispatch.device_tokens_D.max())
     parts_s = kernel("price_formula").PriceFormula(costs).parts(tokens, *pairs.bounds, *moves)
     return LayerPrice(times * (1 + BACKWARD_PER_FORWARD) * profile.non_moe_s, *parts_s)

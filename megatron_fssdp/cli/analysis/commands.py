@@ -150,11 +150,11 @@ def _write_report(
     refuse_special_file(page, "--out")
     runs, console = shown_runs(paths), Console(markup=False)
     refuse_unwritable(page, "--out")
-    settings = [one.run.settings for one in runs]
+    settings = [shown.run.settings for shown in runs]
     obstacle = loss_obstacle(settings)
     if obstacle and not loads_only:
         raise ConfigurationError(
-            f"compare: the losses of {' and '.join(one.name for one in runs)} say nothing about each other, "
+            f"compare: the losses of {' and '.join(shown.name for shown in runs)} say nothing of each other, "
             f"because the runs have {obstacle}; add --loads-only to compare everything else"
         )
     with console.status("reading" if cluster is None else "simulating"):
@@ -164,12 +164,12 @@ def _write_report(
     reason = not_comparable(runs)
     if as_json:
         rows = []
-        for one in runs:
-            figures = {measure.key: measure.value for measure in measures_of(one.run)}
-            if not loads_only and one is not runs[0]:
-                figures["largest_loss_difference"] = largest_difference(runs[0].run, one.run)
-            about = {"name": one.name, "path": str(one.run.path), "strategy": one.run.strategy}
-            rows.append({**about, **figures, "problems": one.run.problems})
+        for shown in runs:
+            figures = {measure.key: measure.value for measure in measures_of(shown.run)}
+            if not loads_only and shown is not runs[0]:
+                figures["largest_loss_difference"] = largest_difference(runs[0].run, shown.run)
+            about = {"name": shown.name, "path": str(shown.run.path), "strategy": shown.run.strategy}
+            rows.append({**about, **figures, "problems": shown.run.problems})
         data = {
             "sentence": made.sentence,
             "page": str(page),
@@ -181,7 +181,7 @@ def _write_report(
         print(to_json(data, indent=2, inf_nan_mode="null").decode())
         return
     wraps = console.is_terminal
-    problems = [f"{one.name}: {problem}" for one in runs for problem in one.run.problems]
+    problems = [f"{shown.name}: {problem}" for shown in runs for problem in shown.run.problems]
     for line in (made.sentence, *problems):
         console.print(line, highlight=False, soft_wrap=not wraps)
     if (differing := settings_table(runs)).rows:

@@ -36,19 +36,19 @@ def what_if(
     Raises:
         ConfigurationError: No run has loads, or run and cluster do not fit together.
     """
-    one = next((one for one in runs if one.run.loads is not None), None)
+    measured = next((shown for shown in runs if shown.run.loads is not None), None)
     if cluster is not None:
-        if one is None:
+        if measured is None:
             raise ConfigurationError(
                 "--cluster: strategies are ranked on recorded loads, but no run has recorded loads; run one "
                 "again with experts and record_dir, or remove --cluster"
             )
-        config = run_config_of(one.run.path)
-        return _ranking(one, "", cluster, config, ranked_settings(config, strategies))
-    if one is None or one.run.loads is None or not not_comparable(runs):
+        config = run_config_of(measured.run.path)
+        return _ranking(measured, "", cluster, config, ranked_settings(config, strategies))
+    if measured is None or measured.run.loads is None or not not_comparable(runs):
         return None
-    _, num_layers, num_devices, num_experts = one.run.loads.counts_ILDE.shape
-    known = (name for name in (BASELINE, *(one.run.strategy for one in runs)) if name in STRATEGIES)
+    _, num_layers, num_devices, num_experts = measured.run.loads.counts_ILDE.shape
+    known = (name for name in (BASELINE, *(shown.run.strategy for shown in runs)) if name in STRATEGIES)
     sizes = (
         f"model.num_layers={num_layers}",
         f"model.num_experts={num_experts}",
@@ -64,7 +64,7 @@ def what_if(
         }
         config = load_run([Path(part) for part in _LARGE_MODEL], sizes)
         where = f" in {num_layers} layers of Mixtral 8x7B's size"
-        return _ranking(one, where, _CLUSTER, config, settings)
+        return _ranking(measured, where, _CLUSTER, config, settings)
     except ConfigurationError:  # this section is an extra; experts or devices of the runs can be unusual
         return None
 

@@ -82,7 +82,7 @@ class SharedMemory(PeerMemory):
             dist.barrier(group)
         self._flags = mapped[:border].view(torch.int64).view(flags).numpy()
         # Without .data, autograd would take a put into a peer's part for a change of this rank's.
-        self.of_rank = [one.data for one in mapped[border:].view(dtype).view(memory)]
+        self.of_rank = [memory_of_rank.data for memory_of_rank in mapped[border:].view(dtype).view(memory)]
 
     @override
     def signal(self, peer: int, channel: int) -> None:

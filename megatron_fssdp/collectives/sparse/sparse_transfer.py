@@ -151,7 +151,9 @@ class SparseTransfer:
         chunk_elements = self._chunk_elements(dtype, self.plan.most_sent)
         words: dict[str, Any] = {"sizes": self.sizes, "dtype": dtype, "device": self.device}
         cargo = ReductionCargo(partial, totals, self.elements, chunk_elements, **words)
-        touched = [one for parts in (*partial.values(), *totals.values()) for one in parts if not one.is_meta]
+        touched = [
+            part for parts in (*partial.values(), *totals.values()) for part in parts if not part.is_meta
+        ]
         return self._start(cargo, chunk_elements, dtype, touched)
 
     def _start(
@@ -201,11 +203,13 @@ class SparseTransfer:
                 first = before if in_turn else before[:1]
                 if puts is not None:
                     puts.await_step(ended)
-                    ended = dict.fromkeys(one.peer for one in receives if one.peer in puts.peers)
+                    ended = dict.fromkeys(message.peer for message in receives if message.peer in puts.peers)
                 for arrived in first:
                     cargo.settle(arrived)
                 both = [
-                    cargo.arrivals([one for one in receives if (one.expert in passed_on) == is_passed])
+                    cargo.arrivals(
+                        [message for message in receives if (message.expert in passed_on) == is_passed]
+                    )
                     for is_passed in (True, False)
                 ]
                 arriving.append(both)
@@ -213,21 +217,21 @@ class SparseTransfer:
                 outgoing = cargo.outgoing(sends)
                 tag = not cargo.is_gather
                 postings, places = [], list[list[dist.Work]]()
-                for one in receives:
-                    arrived = both[one.expert not in passed_on]
-                    for piece in [] if one.peer in ended else arrived.pieces[one]:
-                        postings.append(Posting(True, piece, one.peer, 2 * one.expert + tag))
+                for message in receives:
+                    arrived = both[message.expert not in passed_on]
+                    for piece in [] if message.peer in ended else arrived.pieces[message]:
+                        postings.append(Posting(True, piece, message.peer, 2 * message.expert + tag))
                         places.append(arrived.works)
                 sent = list[dist.Work]()
                 copied: dict[int, list[tuple[Tensor, Tensor]]] = {}
-                for one, pieces in zip(sends, outgoing, strict=True):
-                    if puts is not None and one.peer in puts.peers:
-                        slot = puts.slot(one.peer, one.expert).split(list(self.sizes))
-                        pairs = copied.setdefault(one.peer, [])
-                        pairs += zip(cargo.cut(slot, one.chunk), pieces, strict=True)
+                for message, pieces in zip(sends, outgoing, strict=True):
+                    if puts is not None and message.peer in puts.peers:
+                        slot = puts.slot(message.peer, message.expert).split(list(self.sizes))
+                        pairs = copied.setdefault(message.peer, [])
+                        pairs += zip(cargo.cut(slot, message.chunk), pieces, strict=True)
                         continue
                     for piece in pieces:
-                        postings.append(Posting(False, piece, one.peer, 2 * one.expert + tag))
+                        postings.append(Posting(False, piece, message.peer, 2 * message.expert + tag))
                         places.append(sent)
                 for place, work in zip(
                     places, post(postings, self.group, in_batch=self._on_cuda), strict=True

@@ -49,7 +49,7 @@ class GatherCargo:
 
     def arrivals(self, messages: Sequence[Message]) -> Arrivals:
         """Places for messages that will arrive in a step: those of their elements."""
-        return Arrivals({one: self._pieces(one.expert, one.chunk) for one in messages})
+        return Arrivals({message: self._pieces(message.expert, message.chunk) for message in messages})
 
     def settle(self, arrived: Arrivals) -> None:
         """Wait for the messages of a step, and process them."""
@@ -57,7 +57,7 @@ class GatherCargo:
 
     def outgoing(self, messages: Sequence[Message]) -> list[list[Tensor]]:
         """The pieces of messages to send, after what arrived for them has been settled."""
-        return [self._pieces(one.expert, one.chunk) for one in messages]
+        return [self._pieces(message.expert, message.chunk) for message in messages]
 
     def _chunk(self, number: int) -> range:
         return self._elements[number * self._chunk_elements : (number + 1) * self._chunk_elements]
@@ -110,8 +110,8 @@ class ReductionCargo(GatherCargo):
     def arrivals(self, messages: Sequence[Message]) -> Arrivals:
         """New memory for messages that will arrive in a step."""
         senders: dict[tuple[int, int], list[Message]] = {}
-        for one in messages:
-            senders.setdefault((one.expert, one.chunk), []).append(one)
+        for message in messages:
+            senders.setdefault((message.expert, message.chunk), []).append(message)
         arrived, ends = Arrivals({}), list[int]()
         # The experts with the most senders come first, so that each sum of all n-th senders' messages begins
         # at the first element.
@@ -125,8 +125,8 @@ class ReductionCargo(GatherCargo):
                 ends[n : n + 1] = [begin]
         arrived.buffers = [torch.empty(end, dtype=self._dtype, device=self._device) for end in ends]
         for row in by_number:
-            for buffer, one in zip(arrived.buffers, senders[row], strict=False):
-                arrived.pieces[one] = self._split(buffer[arrived.rows[row]], row[1])
+            for buffer, message in zip(arrived.buffers, senders[row], strict=False):
+                arrived.pieces[message] = self._split(buffer[arrived.rows[row]], row[1])
         return arrived
 
     def settle(self, arrived: Arrivals) -> None:

@@ -51,7 +51,7 @@ class Composition:
         # Values contradict each other: an option that gives one of them is the cause, or else the files.
         options = (layer for layer in self.layers if layer.name.startswith("-"))
         words = set(re.findall(r"\w+", text))
-        causes = [one.name for one in options if words.intersection(_names_in(one.data))]
+        causes = [option.name for option in options if words.intersection(_names_in(option.data))]
         return " ".join(causes) or ", ".join(self.names)
 
 

@@ -207,7 +207,9 @@ def _read_actions() -> list[argparse.Action]:
         elif inspect.isfunction(action.type):
             action.type = Converter(action.type.__module__, action.type.__qualname__)
         if action.choices is not None:
-            action.choices = [one.name if isinstance(one, enum.Enum) else one for one in action.choices]
+            action.choices = [
+                choice.name if isinstance(choice, enum.Enum) else choice for choice in action.choices
+            ]
         if isinstance(action.default, enum.Enum):
             action.default = action.default.name
     return parser._actions

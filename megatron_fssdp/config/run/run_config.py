@@ -26,7 +26,9 @@ SECTIONS: Mapping[str, type[sections.Section]] = {
 HOMES = {key: section for section, model in SECTIONS.items() for key in model.model_fields}
 """The section of each key that is declared."""
 
-_OWN_KEYS = {key for one in SECTIONS.values() for key, field in one.model_fields.items() if field.description}
+_OWN_KEYS = {
+    key for section in SECTIONS.values() for key, field in section.model_fields.items() if field.description
+}
 
 _TP, _PP, _EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
 

@@ -61,7 +61,7 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         with_candidates = getattr(entry.settings, "with_candidates", None)
         if with_candidates is None:
             return entry
-        candidates = {one.name: one for one in self._entries.values() if one.is_candidate}
+        candidates = {entry.name: entry for entry in self._entries.values() if entry.is_candidate}
         return replace(entry, settings=with_candidates(tuple(candidates.values())))
 
     def __iter__(self) -> Iterator[str]:

@@ -100,5 +100,5 @@ def measured_messages(cluster: ClusterCost, *, on_cuda: bool) -> MessageRule:
     near = cluster.intra
     links = (near, cluster.inter, cluster.inter_device)
     far = max(links, key=lambda link: link.beta_s_per_byte)
-    near_bytes, far_bytes = (max(one.alpha_s, BATCH_HOST_S) / one.beta_s_per_byte for one in (near, far))
+    near_bytes, far_bytes = (max(link.alpha_s, BATCH_HOST_S) / link.beta_s_per_byte for link in (near, far))
     return replace(CUDA_MESSAGES, near_bytes=near_bytes, far_bytes=far_bytes)

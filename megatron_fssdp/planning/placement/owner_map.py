@@ -195,7 +195,7 @@ class ResidentMap:
                     f"{self.slots}, the number of its resident slots"
                 )
             new = iter(sorted(replicas - set(old)))
-            expert_LDW[layer, device] = [one if one in replicas else next(new, EMPTY) for one in old]
+            expert_LDW[layer, device] = [expert if expert in replicas else next(new, EMPTY) for expert in old]
         return ResidentMap(expert_LDW)
 
     def copies_to(self, new: "ResidentMap", owners: OwnerMap) -> list[SlotMove]:

@@ -47,7 +47,7 @@ class PassSeconds:
     def combined(of_ranks: "Sequence[PassSeconds]") -> "PassSeconds":
         """Return the means over at least one rank, and the slowest experts."""
         means = [sum(parts) / len(of_ranks) for parts in zip(*map(astuple, of_ranks), strict=True)]
-        slowest_s = max(one.experts_slowest_s for one in of_ranks)
+        slowest_s = max(record.experts_slowest_s for record in of_ranks)
         return replace(PassSeconds(*means), experts_slowest_s=slowest_s)
 
     def add(self, part: Part, seconds: float) -> None:

@@ -67,7 +67,7 @@ def expert_flops_per_s(shape: LayerShape, device: torch.device, num_repetitions:
 
     def both_passes() -> None:
         rows_G = x.tensor_split(shape.num_experts)
-        y = torch.cat([expert(*one) for one in zip(rows_G, fc1_G, fc2_G, strict=True)])
+        y = torch.cat([expert(*arguments) for arguments in zip(rows_G, fc1_G, fc2_G, strict=True)])
         torch.autograd.grad(y, [x, *fc1_G, *fc2_G], upstream)
 
     return PASSES * shape.expert_flops / _median_s(both_passes, device, num_repetitions)

@@ -44,7 +44,9 @@ class SlotRoom:
         peers = {device: rank for rank, device in enumerate(self._node.devices)}
         slot_of: dict[tuple[int, int], int] = {}
         for device in peers:
-            replicas = [one for one in placement.experts_on(device) if placement.owner_E[one] != device]
+            replicas = [
+                expert for expert in placement.experts_on(device) if placement.owner_E[expert] != device
+            ]
             slot_of |= {(device, expert): slot for slot, expert in enumerate(sorted(replicas))}
         del peers[self._node.devices[self._node.group.rank()]]
         return WeightPuts(self._memory, peers, slot_of)

@@ -84,7 +84,7 @@ class ReplicaSlots:
     @property
     def held_bytes(self) -> int:
         """Memory that weights and gradient sums occupy now, in bytes; in a room, all of it."""
-        return sum(one.storage.nbytes() for one in (*self._weights, *self._sums))
+        return sum(tensor.storage.nbytes() for tensor in (*self._weights, *self._sums))
 
     def open_weights(self) -> None:
         """Take the memory of the weights of all held experts; those that have it keep their contents."""
@@ -97,12 +97,14 @@ class ReplicaSlots:
 
     def close_weights(self) -> None:
         """Give back the memory of all weights."""
-        for one in self._weights:
-            one.give_back()
+        for tensor in self._weights:
+            tensor.give_back()
 
     def open_sums(self) -> None:
         """Take the memory of the gradient sums, with zeros; sums that are open keep their contents."""
-        new = [one.flat for one in (self._sums[slot] for slot in self._slot_of.values()) if one.take()]
+        new = [
+            tensor.flat for tensor in (self._sums[slot] for slot in self._slot_of.values()) if tensor.take()
+        ]
         if new:
             torch._foreach_zero_(new)
 
@@ -118,8 +120,8 @@ class ReplicaSlots:
     def close_sums(self) -> None:
         """Give back the memory of all gradient sums."""
         self._made.drop()
-        for one in self._sums:
-            one.give_back()
+        for tensor in self._sums:
+            tensor.give_back()
 
     def _add_slot(self) -> None:
         layout, room = self.layout, self.room

@@ -38,16 +38,16 @@ class AutoSettings(ExchangeKeys):
         """The same keys, and one for each candidate."""
         also = "true: with default settings. false: not a candidate. A mapping: with these settings."
         keys: dict[str, Any] = {
-            one.name: (
-                bool | one.settings,
-                Field(default=True, description=f"Candidate: {one.summary}. {also}"),
+            entry.name: (
+                bool | entry.settings,
+                Field(default=True, description=f"Candidate: {entry.summary}. {also}"),
             )
-            for one in candidates
+            for entry in candidates
         }
         model = create_model(
             cls.__name__, __base__=cls, __module__=cls.__module__, __doc__=cls.__doc__, **keys
         )
-        model.candidate_settings = {one.name: one.settings for one in candidates}
+        model.candidate_settings = {entry.name: entry.settings for entry in candidates}
         return model
 
     @property

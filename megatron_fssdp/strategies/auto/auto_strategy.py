@@ -56,12 +56,14 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         # Each rank prices only a part of the layers, and candidates remember what they have planned, so one
         # set of them would make other plans on each rank.
         self.candidates, self._priced = dict(candidates), deepcopy(dict(candidates))
-        self.window = max(one.window for one in candidates.values()) + COMPARED_ITERATIONS
+        self.window = max(candidate.window for candidate in candidates.values()) + COMPARED_ITERATIONS
         self.profile_iterations = profile_iterations()
-        self.overlaps = any(one.overlaps for one in candidates.values())
-        self.splits = any(one.splits for one in candidates.values())
-        self.shares_plans = all(one.shares_plans or one.package == SHIPPED for one in candidates.values())
-        self.moves_owners = any(one.moves_owners for one in candidates.values())
+        self.overlaps = any(candidate.overlaps for candidate in candidates.values())
+        self.splits = any(candidate.splits for candidate in candidates.values())
+        self.shares_plans = all(
+            candidate.shares_plans or candidate.package == SHIPPED for candidate in candidates.values()
+        )
+        self.moves_owners = any(candidate.moves_owners for candidate in candidates.values())
         self._selected: dict[int, str] = {}
         self._has_selected = self._reshard_due = False
         self._last_change: SelectionReport | None = None
@@ -110,7 +112,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
         # Candidates may remember when they were asked. All selected ones are therefore asked, on all ranks.
         selected = [self.candidates[name] for name in dict.fromkeys(self._selected.values())]
-        due = [one.reshards_at(iteration) for one in selected if _moving(one)]
+        due = [candidate.reshards_at(iteration) for candidate in selected if _moving(candidate)]
         return self._reshard_due or any(due)
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:

@@ -115,8 +115,8 @@ def _saved_s(
     counts = history.iterations_like(MOST_PRICED)
     wait_s = counting_s(context) + search_s(context)
     saved_S = np.array([0.0, -wait_s, -times * wait_s])
-    alike = (load_similarity(one.sum(axis=0), known.forecast_E) for one in counts)
-    if all(one is None or one >= ALIKE for one in alike):
+    alike = (load_similarity(counts_DE.sum(axis=0), known.forecast_E) for counts_DE in counts)
+    if all(similarity is None or similarity >= ALIKE for similarity in alike):
         return before_s or even_s(context, counts[0]), saved_S
     past_s = _mean_s([past] * len(counts), counts, context)
     if even_s(context, counts[0]) > (1 - LEAST_GAIN) * past_s:
@@ -130,7 +130,7 @@ def _saved_s(
         gains_S[1] = past_s - _mean_s([first] * len(counts), counts, context, planned=past)
     if num := slots("each"):
         plain = replace(context.owners_only, each_micro_batch=True, gather_ahead=past.gather_ahead)
-        plans = [of_micro_batch(plain, one // times, context, slots=num) for one in counts]
+        plans = [of_micro_batch(plain, counts_DE // times, context, slots=num) for counts_DE in counts]
         gains_S[2] = past_s - _mean_s(plans, counts, context)
     return past_s, saved_S + gains_S
 
@@ -142,5 +142,5 @@ def _mean_s(
     planned: LayerPlan | None = None,
 ) -> float:
     """Mean seconds of iterations ``[D, E]``, each under its plan."""
-    prices = (plan_price(*one, context, planned=planned) for one in zip(plans, counts, strict=True))
+    prices = (plan_price(*priced, context, planned=planned) for priced in zip(plans, counts, strict=True))
     return sum(price.seconds for price in prices) / len(counts)

@@ -114,7 +114,7 @@ def _lines_of(nodes: tuple[int, ...], source: int, device: torch.device | None) 
         np.stack([same_node[:, [source]], ones[:, :1]]),
         is_one[:, [source]],
     )
-    return tuple(sent_to(torch.from_numpy(one), device) for one in arrays)
+    return tuple(sent_to(torch.from_numpy(array), device) for array in arrays)
 
 
 def remap_exactly(

@@ -47,7 +47,7 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, probs, routing_map, counts_NE, expert_W, known, num_rows, counts_W):
         shape = len(probs), len(expert_W)
-        slot_map, slot_probs = (one.new_empty(shape) for one in (routing_map, probs))
+        slot_map, slot_probs = (tensor.new_empty(shape) for tensor in (routing_map, probs))
         slot_TE = torch.empty_like(routing_map, dtype=torch.int32)
         taken = routing_map.view(torch.uint8), probs.contiguous(), counts_NE, expert_W, known
         made = slot_map.view(torch.uint8), slot_probs, slot_TE, counts_W

@@ -90,8 +90,8 @@ class ExactShares:
         for node, devices in enumerate(topology.devices_by_node):
             device_NG[node, : len(devices)] = devices
         arrays = slots.expert_DU.reshape(-1), slots.slot_ED.T, device_NG
-        numbers = sent_to(torch.from_numpy(np.concatenate([one.reshape(-1) for one in arrays])), device)
-        parts = zip(numbers.split([one.size for one in arrays]), arrays, strict=True)
+        numbers = sent_to(torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])), device)
+        parts = zip(numbers.split([array.size for array in arrays]), arrays, strict=True)
         return cls(slots.num_slots, source, None, tuple(part.view(one.shape) for part, one in parts))
 
     @traced("remap")
