@@ -63,19 +63,12 @@ _SUMS = ("tokens_D", "cross_node", "host_s")
 
 @dataclass(frozen=True, eq=False)
 class StrategyOutcome:
-    """Result of simulating a strategy.
+    """Result of simulating a strategy."""
 
-    Attributes:
-        parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
-        iterations: Decisions of the strategy in every iteration, and what they cost.
-        warm_up: Number of first iterations in which the strategy measures or has no history.
-    """
-
-    name: str
-    parts_s: dict[str, np.ndarray]
-    iterations: list[IterationRecord]
+    parts_s: dict[str, np.ndarray]  # seconds of each iteration's parts, float64 [I], by the names in PARTS
+    iterations: list[IterationRecord]  # what the strategy decides in every iteration, and what that costs
     memory: DeviceMemory
-    warm_up: int = 0
+    warm_up: int  # number of first iterations in which the strategy measures or has no history
 
     @property
     def iteration_s(self) -> np.ndarray:
@@ -197,7 +190,7 @@ def simulate(
         parts.append(parts[-1] if is_same else Lanes().run_iteration(iteration).parts_s)
     parts_s = {part: np.array([seconds[part] for seconds in parts]) for part in PARTS}
     memory = device_memory(job, cluster, iterations, strategy.resident_slots)
-    return StrategyOutcome(name, parts_s, iterations, memory, warm_up)
+    return StrategyOutcome(parts_s, iterations, memory, warm_up)
 
 
 def checked_strategy(
