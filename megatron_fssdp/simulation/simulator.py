@@ -164,7 +164,6 @@ def simulate(
         )
     profile = layer_profile(job, cluster, strategy.replica_life, first_pairs)
     profile = replace(profile, deduplicated=strategy.travel.exchange == "deduplicated")
-    links = cluster_links(cluster)
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages(cluster).step_host_s)
     host = HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
@@ -174,7 +173,7 @@ def simulate(
     if strategy.shares_plans and job.num_layers > 1:
         plans_s = -(-job.num_layers // job.num_devices) * host.before_gate_s
         host = replace(host, before_gate_s=plans_s / job.num_layers)
-    prices = LayerPrices(cluster, links, job, topology, steps, host, plans_s)
+    prices = LayerPrices(cluster, cluster_links(cluster), job, topology, steps, host, plans_s)
     replayed = replay_strategy(
         *(strategy, counts_ILDE, topology, profile),
         num_micro_batches=job.num_micro_batches,
@@ -218,18 +217,14 @@ def checked_strategy(
 def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
     """One iteration in which every source sends equally many pairs to each expert, int64 ``[1, L, D, E]``.
 
-    Each source has its mean number of pairs of ``counts_ILDE``, which may be of micro-batches.
+    Each source has its mean number of pairs of ``counts_ILDE``, which may be of micro-batches. Under ``ep``,
+    this is the ideal that UltraEP compares itself with (force-balanced).
     """
     if counts_ILDE.ndim == 5:
         counts_ILDE = counts_ILDE.sum(axis=1)
     pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
     even_IDE = np.ones((1, *counts_ILDE.shape[2:]))
     return np.stack([counts_of_shares(even_IDE, pairs_D, top_k=1) for pairs_D in pairs_LD], axis=1)
-
-
-def force_balanced(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> StrategyOutcome:
-    """The ideal that UltraEP compares itself with: ``ep`` with the :func:`balanced_counts` of loads."""
-    return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job)
 
 
 def _pairs_at_peak(strategy: Strategy, counts_ILDE: np.ndarray, topology: Topology, job: MoeJob) -> float:

@@ -14,7 +14,7 @@ from megatron_fssdp.records.run_settings import differing_settings
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.figures import DASHES, Line, bin_words, curves, new_figure, ticks, time_bars
 from megatron_fssdp.report.page import Page, Part, Section
-from megatron_fssdp.report.simulations.simulation_page import ranking_section
+from megatron_fssdp.report.simulations.simulation_page import what_if_section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings import load_sections, measures
@@ -22,12 +22,6 @@ from megatron_fssdp.report.trainings.measures import largest_difference, mean_pa
 from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable, parts_of, progress_of
 from megatron_fssdp.report.units import MEMORY, format_memory, format_seconds, unit_of
 
-_WHAT_IF = "What if: strategies ranked on a cluster"
-_NOT_ASKED = (
-    "No cluster was given, so nothing was simulated. To rank all strategies on a cluster with this run's "
-    "loads, give --cluster NAME (“megatron-fssdp configs” lists the names) or --cluster FILE.yaml "
-    "(“megatron-fssdp profile” measures a cluster and writes the file)."
-)
 _MEMORY_KINDS = {
     "allocated": "the maximum memory that torch allocated on the GPU",
     "resident": "the maximum resident memory of the process, libraries included",
@@ -49,9 +43,7 @@ def run_page(
         load_sections.expert_load_section(runs),
         load_sections.placement_section(runs),
         _memory_section(runs),
-        ranking_section(what_if, _WHAT_IF, f"{what_if.title}. ")
-        if what_if
-        else Section(_WHAT_IF, _NOT_ASKED),
+        what_if_section(what_if),
         Section("All figures", how, [measures.comparison_table(runs, with_losses=with_losses)]),
     ]
     title = " · ".join(one.name for one in runs)
