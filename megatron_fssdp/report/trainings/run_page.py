@@ -89,7 +89,7 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
     rows = []
     for one in runs:
         parts = parts_of(one.run)
-        for strategy, records in parts if len(parts) > 1 or one.run.log.stops else ():
+        for strategy, records in parts if len(parts) > 1 or one.run.stops else ():
             first, last = records[0], records[-1]
             loads = [layer.load_max_over_mean for record in records for layer in record.layers]
             part = f"{one.name}, iterations {first.iteration:,} to {last.iteration:,}"
@@ -100,7 +100,7 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
             "A resumed run has one part for each start. It repeats the iterations after its last checkpoint, "
             "and only the repetition is shown."
         )
-        stops = [f"{one.name}: stopped after iteration {stop}." for one in runs for stop in one.run.log.stops]
+        stops = [f"{one.name}: stopped after iteration {stop}." for one in runs for stop in one.run.stops]
         table = Table(("part", "strategy", "loss", "load max/mean"), tuple(rows))
         sections.append(Section("Parts and interruptions", sentence, [table, *stops]))
     return sections
@@ -169,7 +169,7 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
 
 def _memory_section(runs: Sequence[ShownRun]) -> Section:
     title = "Memory of every rank"
-    notes = [f"{one.name}, from its log: {one.run.log.accounted}." for one in runs if one.run.log.accounted]
+    notes = [f"{one.name}, from its log: {one.run.expert_memory}." for one in runs if one.run.expert_memory]
     peaks = {one: peak for one in runs if (peak := measures.peak_memory(one.run))[0]}
     if not peaks:
         return Section(title, "No memory was recorded yet.", notes)
