@@ -26,7 +26,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.lanes import PARTS, Lanes
 from megatron_fssdp.simulation.layer_record import IterationRecord, LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import OnPlan, by_micro_batch, replay_strategy, warm_up_iterations
+from megatron_fssdp.simulation.replay import OnPlan, replay_strategy, warm_up_iterations
 from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 from megatron_fssdp.simulation.workloads import counts_of_shares
 from megatron_fssdp.strategies.ep.ep_settings import EpSettings
@@ -146,8 +146,7 @@ def simulate(
         ValueError: The loads do not have the job's sizes, or the job does not fit cluster or strategy.
     """
     wanted = (job.num_layers, job.num_devices, job.num_experts)
-    counts_IZLDE = by_micro_batch(counts_ILDE, job.num_micro_batches)
-    if counts_IZLDE.shape[2:] != wanted or not len(counts_IZLDE):
+    if counts_ILDE.shape[-3:] != wanted or not len(counts_ILDE):
         raise ValueError(
             f"counts_ILDE has shape {counts_ILDE.shape}, wanted (iterations, layers, devices, experts), "
             f"where the last three are {wanted} as in the job"
