@@ -18,11 +18,8 @@ def sources_in(path: Path) -> list[str]:
     """Return what a path has loads of: the pattern of files in a folder, or the ending of a file."""
     if path.is_file():
         return [path.name if path.name == LOADS_FILE else path.suffix]
-    patterns, (folder, _, files) = (
-        [LOADS_FILE, ROUTER_TRACES, TOKENS_PER_EXPERT],
-        TOKENS_PER_EXPERT.partition("/"),
-    )
-    patterns += [files] if path.name == folder else []
+    folder, _, files = TOKENS_PER_EXPERT.partition("/")
+    patterns = [LOADS_FILE, ROUTER_TRACES, TOKENS_PER_EXPERT, *([files] if path.name == folder else [])]
     return [pattern for pattern in patterns if next(path.glob(pattern), None)]
 
 

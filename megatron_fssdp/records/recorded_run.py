@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,13 +44,6 @@ _OF_LAYERS = tuple(
 )
 
 
-class RunLog(NamedTuple):
-    """Statements of a run's log."""
-
-    accounted: str  # the memory of experts; empty if the log does not state it
-    stops: tuple[str, ...]  # last iteration and reason of each early end: ``5: interrupted by Ctrl-C``
-
-
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
     """The records of one run."""
@@ -65,7 +58,8 @@ class RecordedRun:
     loads: RecordedLoads | None  # None if they are not there, or damaged
     placements: RecordedPlacements | None
     micro_batch_loads: MicroBatchLoads | None
-    log: RunLog
+    expert_memory: str  # by the run's log; empty if it does not state this
+    stops: tuple[str, ...]  # last iteration and reason of each early end: ``5: interrupted by Ctrl-C``
     problems: tuple[str, ...]  # one line for each file that is there but cannot be read
 
     @cached_property
@@ -157,7 +151,7 @@ def load(run: Path | str) -> RecordedRun:
         _optional(path / LOADS_FILE, read_loads, problems),
         _optional(path / PLACEMENTS_FILE, read_placements, problems),
         _optional(path / MICRO_BATCH_LOADS_FILE, read_micro_batch_loads, problems),
-        _read_log(path / LOG_FILE),
+        *_read_log(path / LOG_FILE),
         tuple(problems),
     )
 
@@ -171,13 +165,14 @@ def _optional[RecordT](path: Path, read: Callable[[Path], RecordT], problems: li
         return None
 
 
-def _read_log(path: Path) -> RunLog:
-    accounted, stops = "", []
+def _read_log(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Return the statements of a run's log on memory and early ends."""
+    memory, stops = "", []
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             # The last statement counts, because measured limits are known only after some iterations.
             _, stated, words = line.partition(_MEMORY_MARK)
-            accounted = words.strip() if stated else accounted
+            memory = words.strip() if stated else memory
             _, stopped, words = line.partition(STOP_MARK)
             stops += [words.strip()] if stopped else []
-    return RunLog(accounted, tuple(stops))
+    return memory, tuple(stops)

@@ -120,7 +120,7 @@ def layer_loads(
 
 def expert_loads(title: str, loads: RecordedLoads, num_figures: int = 1) -> go.Figure:
     """Return one heat map for each layer; ``num_figures`` of these share the page's room for cells."""
-    load_ILE = relative_load_ILE(loads.counts_ILDE)
+    load_ILE = relative_load_ILE(loads.of_whole_iterations().counts_ILDE)
     room = _MOST_CELLS // (load_ILE[0].size * num_figures)
     maps = {f"layer {layer}": load_ILE[:, i] for i, layer in enumerate(loads.layers)}
     most = max(24, min(_MOST_COLUMNS, room))

@@ -42,59 +42,36 @@ class LayerRecord:
     """What a layer's plan does in a micro-batch, or in all of an iteration that are equal.
 
     Seconds are those of one micro-batch's forward pass.
-
-    Attributes:
-        tokens_D: (token, k) pairs that each device computes in these micro-batches, int32 ``[D]``.
-        cross_node: Pairs that are sent to another node.
-        gathered: Experts whose weights travel to replicas; ``gathered_between_nodes`` of them change nodes.
-        replicas: Replicas on all devices together, and ``most_replicas`` on the device that has the most.
-        most_received: Replicas whose gradients come to the device that receives the most, directly.
-        most_owned: Experts of the layer on the device that owns the most.
-        ahead: Whether spAG and spRS run at the same time as the compute before the layer.
-        early: Share of spAG that runs at the same time as the experts of the layer before.
-        steps: Steps of the smart schedule, if the layer runs in them.
-        before_layer_s: Seconds of compute between the previous MoE layer and this transformer layer.
-        before_again_s: Seconds of it that the backward pass computes again.
-        before_gate_s: Seconds of compute before the gate, under which spAG can be hidden.
-        recomputed: Whether the backward pass runs the transformer layer's forward pass again.
-        counts_s: Seconds of gathering the router counts and, with exact dispatch, of computing shares.
-        dispatch: Seconds of the all-to-alls of rows and probabilities; ``combine`` of that of results.
-        experts_s: Seconds of the experts on the slowest device (FasterMoE, Eq. 1).
-        gather_s: Seconds of spAG, ``addition_s`` of what a plan after the gate adds, ``reduce_s`` of spRS.
-        regather: Seconds of the spAG of all replicas before the backward pass.
-        plan_s: Seconds in which the device waits for the host between the counts and the dispatch, and
-            ``first_plan_s`` more of them in an iteration's first micro-batch.
-        host_s: Seconds in which the host plans and posts messages in these micro-batches.
     """
 
-    tokens_D: np.ndarray
-    cross_node: int = 0
-    gathered: int = 0
-    gathered_between_nodes: int = 0
-    replicas: int = 0
-    most_replicas: int = 0
-    most_received: int = 0
-    most_owned: int = 0
-    deduplicated: bool = False
+    tokens_D: np.ndarray  # (token, k) pairs that each device computes in these micro-batches, int32 [D]
+    cross_node: int = 0  # pairs that are sent to another node
+    gathered: int = 0  # experts whose weights travel to replicas
+    gathered_between_nodes: int = 0  # those of them that change nodes
+    replicas: int = 0  # on all devices together
+    most_replicas: int = 0  # on the device that has the most
+    most_received: int = 0  # replicas whose gradients come to the device that receives the most, directly
+    most_owned: int = 0  # experts of the layer on the device that owns the most
+    deduplicated: bool = False  # whether a token is sent once to each node
     life: ReplicaLife = ReplicaLife.ITERATION
-    ahead: bool = True
-    early: float = 0.0
-    steps: SteppedExchange | None = None
-    before_layer_s: float = 0.0
-    before_again_s: float = 0.0
-    before_gate_s: float = 0.0
-    recomputed: bool = False
-    counts_s: float = 0.0
-    dispatch: LinkTimes = UNUSED
-    combine: LinkTimes = UNUSED
-    experts_s: float = 0.0
-    gather_s: float = 0.0
-    addition_s: float = 0.0
-    reduce_s: float = 0.0
-    regather: LinkTimes = UNUSED
-    plan_s: float = 0.0
-    first_plan_s: float = 0.0
-    host_s: float = 0.0
+    ahead: bool = True  # whether spAG and spRS run at the same time as the compute before the layer
+    early: float = 0.0  # share of spAG that runs at the same time as the experts of the layer before
+    steps: SteppedExchange | None = None  # steps of the smart schedule, if the layer runs in them
+    before_layer_s: float = 0.0  # compute between the previous MoE layer and this transformer layer
+    before_again_s: float = 0.0  # what the backward pass computes of it again
+    before_gate_s: float = 0.0  # compute before the gate, under which spAG can be hidden
+    recomputed: bool = False  # whether the backward pass runs the transformer layer's forward pass again
+    counts_s: float = 0.0  # gathering the router counts and, with exact dispatch, computing shares
+    dispatch: LinkTimes = UNUSED  # all-to-alls of rows and probabilities
+    combine: LinkTimes = UNUSED  # all-to-all of results
+    experts_s: float = 0.0  # the experts on the slowest device (FasterMoE, Eq. 1)
+    gather_s: float = 0.0  # spAG
+    addition_s: float = 0.0  # spAG of what a plan after the gate adds
+    reduce_s: float = 0.0  # spRS
+    regather: LinkTimes = UNUSED  # spAG of all replicas before the backward pass
+    plan_s: float = 0.0  # the device waits for the host between the counts and the dispatch
+    first_plan_s: float = 0.0  # more of these waits in an iteration's first micro-batch
+    host_s: float = 0.0  # the host plans and posts messages in these micro-batches
 
     def together_s(self, *, backward: bool) -> float:
         """Seconds of a pass from the first sent row to the last result, without counts."""
@@ -119,28 +96,17 @@ class LayerRecord:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class IterationRecord:
-    """What a strategy does in one iteration.
+    """What a strategy does in one iteration."""
 
-    Attributes:
-        micro_batches: Records of each micro-batch's layers. If there is one entry, all are like it.
-        num_moved: Experts that move before the iteration, to a new owner or for a new resident replica.
-        moving_s: Seconds of these moves, while everything else waits.
-        plans_s: Seconds in which a rank plans its part of the layers before the first pass.
-        behind_s: Seconds of compute behind the last MoE layer in a micro-batch's forward pass;
-            ``behind_again_s`` of them are computed again.
-        bubble: Seconds in which the pipeline stage is idle, over those of its micro-batches.
-        gradient_sync_s: Seconds of reducing dense gradients after the last backward pass.
-    """
-
-    micro_batches: list[list[LayerRecord]]
+    micro_batches: list[list[LayerRecord]]  # records of each one's layers; a single entry is for all
     num_micro_batches: int = 1
-    num_moved: int = 0
-    moving_s: float = 0.0
-    plans_s: float = 0.0
-    behind_s: float = 0.0
-    behind_again_s: float = 0.0
-    bubble: float = 0.0
-    gradient_sync_s: float = 0.0
+    num_moved: int = 0  # experts that move before the iteration, to a new owner or a new resident replica
+    moving_s: float = 0.0  # seconds of these moves, while everything else waits
+    plans_s: float = 0.0  # seconds in which a rank plans its part of the layers before the first pass
+    behind_s: float = 0.0  # compute behind the last MoE layer in a micro-batch's forward pass
+    behind_again_s: float = 0.0  # what the backward pass computes of it again
+    bubble: float = 0.0  # idle seconds of the pipeline stage over those of its micro-batches
+    gradient_sync_s: float = 0.0  # reduction of dense gradients after the last backward pass
 
 
 @dataclass(eq=False)

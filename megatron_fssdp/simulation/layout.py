@@ -6,6 +6,7 @@ Shape letters: L MoE layers, D devices, E experts.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
@@ -86,11 +87,8 @@ def _layout_rows(layout: str) -> list[list[int]]:
     layout = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         layout = re.sub(repeated, lambda found: found[1] * int(found[2]), layout)
-    rows: list[list[int]] = []
-    for part in layout.split("|"):
-        first = sum(map(len, rows))
-        rows.append([*range(first, first + part.count("t"))])
-    return rows
+    layers = count()
+    return [[*islice(layers, part.count("t"))] for part in layout.split("|")]
 
 
 def _even_rows(values: Mapping[str, Any], num_layers: int, num_stages: int) -> list[list[int]]:
@@ -114,11 +112,9 @@ def _even_rows(values: Mapping[str, Any], num_layers: int, num_stages: int) -> l
             f"simulate: {len(items)} layers do not fill {num_stages} pipeline stages{chunks}, wanted equal "
             "parts; change model.num_layers or parallelism.decoder_last_pipeline_num_layers"
         )
-    ends, rows = 0, []
-    for size in sizes * num_chunks:
-        rows.append([layer for layer in items[ends : ends + size // num_chunks] if layer >= 0])
-        ends += size // num_chunks
-    return rows
+    left = iter(items)
+    rows = [islice(left, size // num_chunks) for size in sizes * num_chunks]
+    return [[layer for layer in row if layer >= 0] for row in rows]
 
 
 def cluster_of_devices(cluster: ClusterDescription, num_peers: int) -> ClusterDescription:

@@ -4,7 +4,7 @@ Shape letters: L MoE layers.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,71 +37,46 @@ The MLP and the attention matrix are not included. These are 11 bytes of attenti
 
 @dataclass(frozen=True)
 class MoeJob:
-    """Sizes of a training job, for one device. FLOPs are floating-point operations of the forward pass.
+    """Sizes of a training job, for one device. FLOPs are floating-point operations of the forward pass."""
 
-    Attributes:
-        num_devices: Devices of an expert-parallel group, D.
-        num_experts: Routed experts of a layer, E: a multiple of D, or less than D. With fewer experts than
-            devices, which Megatron does not support, a device owns experts of some layers only.
-        tokens_per_micro_batch: Tokens of a device in a micro-batch.
-        token_bytes: Bytes of one token's hidden state.
-        expert_elements: Elements of one expert's parameters, each of ``dtype_bytes``.
-        expert_flops_per_token: FLOPs of one expert for one token.
-        gradient_bytes: Bytes of one element of ``main_grad``.
-        before_layer_flops_L: For each MoE layer, FLOPs of a micro-batch between the transformer layer of the
-            previous MoE layer and its own: embeddings and dense layers. ``before_again_flops_L`` of them
-            are computed again in the backward pass; default: none.
-        before_gate_flops_L: For each MoE layer, FLOPs of a micro-batch in its own transformer layer up to the
-            dispatch: attention, gate and shared experts. spAG is hidden under this compute.
-        after_layers_flops: FLOPs of a micro-batch after the last MoE layer: dense layers and logits.
-            ``after_again_flops`` of them are computed again.
-        recomputed: MoE layers, from 0, whose transformer layer the backward pass runs forward again. It keeps
-            the inputs of each ``recomputed_at_once`` layers.
-        dense_elements: Elements of the parameters that every device has, without experts, biases and norms.
-        expert_data_parallel_size: Number of expert-parallel groups that own the same experts.
-        data_parallel_size: Number of ranks that have the same dense parameters.
-        reduces_dense_at_end: Whether dense gradients are reduced after the last backward pass.
-        activation_bytes: Estimated bytes that a micro-batch keeps for its backward pass, without experts.
-        activation_bytes_per_pair: Estimated bytes that experts keep for each (token, k) pair.
-        recomputed_bytes: The same, without experts, of the layers that are recomputed together.
-        pipeline: The simulated pipeline stage; default: one stage that has all layers.
-        num_peers: Ranks that hold parts of each expert (expert tensor parallelism). They count as one device
-            with the tokens of all; ``token_bytes``, expert elements and FLOPs are the part of one rank.
-        on_cuda: Whether devices are GPUs. Transfers between GPUs use larger messages.
-        host: Costs of planning on the host, or ``None`` to leave them out.
-        choices: What a record of the loads knows about the experts of the tokens, and whether Megatron's
-            dispatcher sends each token once.
-    """
-
-    num_devices: int
+    num_devices: int  # devices of an expert-parallel group, D
+    # Routed experts of a layer, E: a multiple of D, or less than D. With fewer experts than devices, which
+    # Megatron does not support, a device owns experts of some layers only.
     num_experts: int
     top_k: int
-    tokens_per_micro_batch: float
+    tokens_per_micro_batch: float  # of a device
     num_micro_batches: int
-    token_bytes: int
-    expert_elements: int
-    expert_flops_per_token: float
+    token_bytes: int  # one token's hidden state
+    expert_elements: int  # one expert's parameters, each of dtype_bytes
+    expert_flops_per_token: float  # one expert for one token
     dtype_bytes: int
-    gradient_bytes: int
+    gradient_bytes: int  # one element of main_grad
+    # FLOPs of a micro-batch before each MoE layer: between the transformer layer of the MoE layer before and
+    # its own (embeddings and dense layers), and in its own up to the dispatch (attention, gate and shared
+    # experts), under which spAG is hidden. After the last one: dense layers and logits.
     before_layer_flops_L: tuple[float, ...]
     before_gate_flops_L: tuple[float, ...]
     after_layers_flops: float = 0.0
-    before_again_flops_L: tuple[float, ...] = ()
+    before_again_flops_L: tuple[float, ...] = ()  # what the backward pass computes of them again; or nothing
     after_again_flops: float = 0.0
-    recomputed: frozenset[int] = frozenset()
-    recomputed_at_once: int = 1
-    recomputed_bytes: float = 0.0
-    pipeline: PipelineStage | None = None
+    recomputed: frozenset[int] = frozenset()  # MoE layers, from 0, whose transformer layer is recomputed
+    recomputed_at_once: int = 1  # layers of which the backward pass keeps only the first one's input
+    recomputed_bytes: float = 0.0  # as activation_bytes, of the layers that are recomputed together
+    pipeline: PipelineStage | None = None  # the simulated stage; None: one stage that has all layers
+    # Ranks that hold parts of each expert (expert tensor parallelism). They count as one device with the
+    # tokens of all; token_bytes, expert elements and FLOPs are the part of one rank.
     num_peers: int = 1
-    dense_elements: int = 0
+    dense_elements: int = 0  # parameters that every device has, without experts, biases and norms
     optimizer: ExpertOptimizer = field(default_factory=ExpertOptimizer)
-    expert_data_parallel_size: int = 1
-    data_parallel_size: int = 1
-    reduces_dense_at_end: bool = False
-    activation_bytes: float = 0.0
-    activation_bytes_per_pair: float = 0.0
-    on_cuda: bool = True
-    host: HostCosts | None = None
+    expert_data_parallel_size: int = 1  # expert-parallel groups that own the same experts
+    data_parallel_size: int = 1  # ranks that have the same dense parameters
+    reduces_dense_at_end: bool = False  # whether dense gradients are reduced after the last backward pass
+    activation_bytes: float = 0.0  # estimate of what a micro-batch keeps for its backward pass, but experts
+    activation_bytes_per_pair: float = 0.0  # estimate of what experts keep for each (token, k) pair
+    on_cuda: bool = True  # whether devices are GPUs, whose transfers use larger messages
+    host: HostCosts | None = None  # costs of planning on the host; None: left out
+    # What a record of the loads knows about the experts of the tokens, and whether Megatron's dispatcher
+    # sends each token once.
     choices: TokenChoices | None = None
 
     @property
@@ -190,7 +165,6 @@ def job_of_run(run: RunConfig, stage: StageLayers | None = None) -> MoeJob:
     tokens = model.seq_length * training.micro_batch_size / dense_ranks
     dtype_bytes = FP32_BYTES if training.precision == "fp32" else 2
     inner_of_pair = (2 if model.is_gated else 1) * 2 * model.expert_ffn_size
-    flops = _flops_by_layer(model, run.vocab_size, tokens, stage)
     hidden_bytes = tokens * model.hidden_size * dtype_bytes
     layers, ranks = stage.layers, cut.world_size // cut.pipeline_model_parallel_size
     num_recomputed, at_once = sum(again for _, again in layers), stage.recomputed_at_once
@@ -206,12 +180,7 @@ def job_of_run(run: RunConfig, stage: StageLayers | None = None) -> MoeJob:
         dtype_bytes=dtype_bytes,
         # Megatron's main_grad is fp32 also in bf16 training.
         gradient_bytes=2 if training.precision == "fp16" else FP32_BYTES,
-        before_layer_flops_L=flops.before_layer,
-        before_gate_flops_L=flops.before_gate,
-        after_layers_flops=flops.after_layers,
-        before_again_flops_L=flops.before_again,
-        after_again_flops=flops.after_again,
-        recomputed=flops.recomputed,
+        **_flops_by_layer(model, run.vocab_size, tokens, stage),
         recomputed_at_once=at_once,
         recomputed_bytes=ACTIVATIONS_PER_HIDDEN * hidden_bytes * min(at_once, num_recomputed),
         pipeline=None if stage.num_stages == 1 else stage.pipeline(model.moe_layers),
@@ -251,18 +220,10 @@ def _dense_elements(model: ModelArguments, vocab_size: int, stage: StageLayers) 
     return elements
 
 
-class _Flops(NamedTuple):
-    """FLOPs of a micro-batch's forward pass, as in :class:`MoeJob`."""
-
-    before_layer: tuple[float, ...]
-    before_gate: tuple[float, ...]
-    before_again: tuple[float, ...]
-    recomputed: frozenset[int]
-    after_layers: float
-    after_again: float
-
-
-def _flops_by_layer(model: ModelArguments, vocab_size: int, tokens: float, stage: StageLayers) -> _Flops:
+def _flops_by_layer(
+    model: ModelArguments, vocab_size: int, tokens: float, stage: StageLayers
+) -> dict[str, Any]:
+    """FLOPs of a micro-batch's forward pass, and what is recomputed, by the fields of :class:`MoeJob`."""
     hidden, scores_width = model.hidden_size, 2 * model.head_width
     if model.multi_latent_attention:
         scores_width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
@@ -282,5 +243,11 @@ def _flops_by_layer(model: ModelArguments, vocab_size: int, tokens: float, stage
     logits = 2.0 * hidden * hidden if model.family == "bert" else 0.0
     logits = logits + 2.0 * hidden * vocab_size if stage.is_last else 0.0
     before, gate, before_again = (tuple(row[i] for row in rows) for i in range(3))
-    behind, behind_again = tokens * (running + logits), tokens * again
-    return _Flops(before, gate, before_again, frozenset(recomputed), behind, behind_again)
+    return {
+        "before_layer_flops_L": before,
+        "before_gate_flops_L": gate,
+        "before_again_flops_L": before_again,
+        "recomputed": frozenset(recomputed),
+        "after_layers_flops": tokens * (running + logits),
+        "after_again_flops": tokens * again,
+    }

@@ -7,23 +7,14 @@ from megatron_fssdp.config.run.sections import ModelArguments
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of elements of a model's parameters.
+    """Numbers of elements of a model's parameters."""
 
-    Attributes:
-        layer_matrices: Matrices of attention, gates, shared experts and feed-forward layers without experts.
-        expert_matrices: Matrices of all routed experts.
-        small: Norms, biases, and learned numbers in softmaxes.
-        outside_layers: Embeddings, output layer, and BERT's layers between its last layer and its losses.
-        multi_token_prediction: Layers that predict later tokens, with all their experts.
-        idle: Elements of the routed experts, above, that do not process one token.
-    """
-
-    layer_matrices: int
-    expert_matrices: int
-    small: int
-    outside_layers: int
-    multi_token_prediction: int
-    idle: int
+    layer_matrices: int  # of attention, gates, shared experts and feed-forward layers without experts
+    expert_matrices: int  # of all routed experts
+    small: int  # norms, biases, and learned numbers in softmaxes
+    outside_layers: int  # embeddings, output layer, and BERT's layers between its last layer and its losses
+    multi_token_prediction: int  # layers that predict later tokens, with all their experts
+    idle: int  # elements of the routed experts, above, that do not process one token
 
     @property
     def matrices_of_layers(self) -> int:

@@ -48,7 +48,7 @@ class ReplayedIteration(NamedTuple):
     device_P: np.ndarray
 
 
-def by_micro_batch(counts_ILDE: np.ndarray, num_micro_batches: int) -> np.ndarray:
+def _by_micro_batch(counts_ILDE: np.ndarray, num_micro_batches: int) -> np.ndarray:
     """Counts ``[I, Z, L, D, E]`` from those with or without the second axis, of which Z is then 1.
 
     Raises:
@@ -89,7 +89,7 @@ def replay_strategy(
     Raises:
         ValueError: There are other micro-batches than ``num_micro_batches``.
     """
-    counts_IZLDE = by_micro_batch(counts_ILDE, num_micro_batches)
+    counts_IZLDE = _by_micro_batch(counts_ILDE, num_micro_batches)
     _, num_counted, num_layers, num_devices, num_experts = counts_IZLDE.shape
     times = num_micro_batches // num_counted
     owners = OwnerMap.even(num_layers, num_experts, num_devices)
@@ -100,7 +100,7 @@ def replay_strategy(
     ]
     histories = [LoadHistory(strategy.window, num_devices, num_experts) for _ in contexts]
     if past_ILDE is not None:
-        for past_ZLDE in by_micro_batch(past_ILDE[-strategy.window :], num_micro_batches):
+        for past_ZLDE in _by_micro_batch(past_ILDE[-strategy.window :], num_micro_batches):
             for history, past_ZDE in zip(histories, past_ZLDE.swapaxes(0, 1), strict=True):
                 _remember(history, past_ZDE.astype(np.int64))
     micro_batches: list[list[LayerDecision]] = []

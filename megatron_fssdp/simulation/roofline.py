@@ -16,20 +16,14 @@ from megatron_fssdp.simulation.simulator import StrategyOutcome
 class RooflinePoint:
     """The MoE layers of an iteration under one strategy, on N devices.
 
-    Attributes:
-        compute_s: Seconds of the experts on the slowest device of each layer, forward and backward.
-        communication_s: Seconds of all communication, if nothing else runs at the same time.
-        end_to_end_s: Seconds that the layers take in total.
-        total_flops: Floating-point operations of all experts on all devices, ``12 α H² Σ B_w``.
-
     Raises:
         ValueError: The layers take no time or do not communicate.
     """
 
-    compute_s: float
-    communication_s: float
-    end_to_end_s: float
-    total_flops: float
+    compute_s: float  # of the experts on the slowest device of each layer, forward and backward
+    communication_s: float  # of all communication, if nothing else runs at the same time
+    end_to_end_s: float  # that the layers take in total
+    total_flops: float  # floating-point operations of all experts on all devices, 12 α H² Σ B_w
     num_devices: int
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.lanes import PARTS, Lanes
 from megatron_fssdp.simulation.layer_record import IterationRecord, LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.replay import OnPlan, by_micro_batch, replay_strategy, warm_up_iterations
+from megatron_fssdp.simulation.replay import OnPlan, replay_strategy, warm_up_iterations
 from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 from megatron_fssdp.simulation.workloads import counts_of_shares
 from megatron_fssdp.strategies.ep.ep_settings import EpSettings
@@ -63,19 +63,12 @@ _SUMS = ("tokens_D", "cross_node", "host_s")
 
 @dataclass(frozen=True, eq=False)
 class StrategyOutcome:
-    """Result of simulating a strategy.
+    """Result of simulating a strategy."""
 
-    Attributes:
-        parts_s: Seconds of each iteration's parts, float64 ``[I]``, by the names in ``PARTS``.
-        iterations: Decisions of the strategy in every iteration, and what they cost.
-        warm_up: Number of first iterations in which the strategy measures or has no history.
-    """
-
-    name: str
-    parts_s: dict[str, np.ndarray]
-    iterations: list[IterationRecord]
+    parts_s: dict[str, np.ndarray]  # seconds of each iteration's parts, float64 [I], by the names in PARTS
+    iterations: list[IterationRecord]  # what the strategy decides in every iteration, and what that costs
     memory: DeviceMemory
-    warm_up: int = 0
+    warm_up: int  # number of first iterations in which the strategy measures or has no history
 
     @property
     def iteration_s(self) -> np.ndarray:
@@ -153,8 +146,7 @@ def simulate(
         ValueError: The loads do not have the job's sizes, or the job does not fit cluster or strategy.
     """
     wanted = (job.num_layers, job.num_devices, job.num_experts)
-    counts_IZLDE = by_micro_batch(counts_ILDE, job.num_micro_batches)
-    if counts_IZLDE.shape[2:] != wanted or not len(counts_IZLDE):
+    if counts_ILDE.shape[-3:] != wanted or not len(counts_ILDE):
         raise ValueError(
             f"counts_ILDE has shape {counts_ILDE.shape}, wanted (iterations, layers, devices, experts), "
             f"where the last three are {wanted} as in the job"
@@ -171,7 +163,6 @@ def simulate(
         )
     profile = layer_profile(job, cluster, strategy.replica_life, first_pairs)
     profile = replace(profile, deduplicated=strategy.travel.exchange == "deduplicated")
-    links = cluster_links(cluster)
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages(cluster).step_host_s)
     host = HostWork() if job.host is None else job.host.of_layer(name, job.num_experts, job.num_devices)
@@ -181,7 +172,7 @@ def simulate(
     if strategy.shares_plans and job.num_layers > 1:
         plans_s = -(-job.num_layers // job.num_devices) * host.before_gate_s
         host = replace(host, before_gate_s=plans_s / job.num_layers)
-    prices = LayerPrices(cluster, links, job, topology, steps, host, plans_s)
+    prices = LayerPrices(cluster, cluster_links(cluster), job, topology, steps, host, plans_s)
     replayed = replay_strategy(
         *(strategy, counts_ILDE, topology, profile),
         num_micro_batches=job.num_micro_batches,
@@ -197,7 +188,7 @@ def simulate(
         parts.append(parts[-1] if is_same else Lanes().run_iteration(iteration).parts_s)
     parts_s = {part: np.array([seconds[part] for seconds in parts]) for part in PARTS}
     memory = device_memory(job, cluster, iterations, strategy.resident_slots)
-    return StrategyOutcome(name, parts_s, iterations, memory, warm_up)
+    return StrategyOutcome(parts_s, iterations, memory, warm_up)
 
 
 def checked_strategy(
@@ -225,18 +216,14 @@ def checked_strategy(
 def balanced_counts(counts_ILDE: np.ndarray) -> np.ndarray:
     """One iteration in which every source sends equally many pairs to each expert, int64 ``[1, L, D, E]``.
 
-    Each source has its mean number of pairs of ``counts_ILDE``, which may be of micro-batches.
+    Each source has its mean number of pairs of ``counts_ILDE``, which may be of micro-batches. Under ``ep``,
+    this is the ideal that UltraEP compares itself with (force-balanced).
     """
     if counts_ILDE.ndim == 5:
         counts_ILDE = counts_ILDE.sum(axis=1)
     pairs_LD = np.rint(counts_ILDE.sum(axis=3).mean(axis=0)).astype(np.int64)
     even_IDE = np.ones((1, *counts_ILDE.shape[2:]))
     return np.stack([counts_of_shares(even_IDE, pairs_D, top_k=1) for pairs_D in pairs_LD], axis=1)
-
-
-def force_balanced(counts_ILDE: np.ndarray, cluster: ClusterDescription, job: MoeJob) -> StrategyOutcome:
-    """The ideal that UltraEP compares itself with: ``ep`` with the :func:`balanced_counts` of loads."""
-    return simulate("ep", EpSettings(), balanced_counts(counts_ILDE), cluster, job)
 
 
 def _pairs_at_peak(strategy: Strategy, counts_ILDE: np.ndarray, topology: Topology, job: MoeJob) -> float:

@@ -199,11 +199,10 @@ _DESCRIPTIONS = {
     "W5": "the last device and one expert of every second other device are idle",
     "W6": "as W1, but the overloaded device changes every 3 iterations",
     "W7": "balanced, but in 2 of 5 iterations as W3 with a random expert",
-} | {
-    f"lognormal-{strength}": f"popularity of experts is log-normal with sigma {sigma}"
-    for strength, sigma in LOG_NORMAL_SIGMAS.items()
-}
-_DESCRIPTIONS |= {
+    **{
+        f"lognormal-{strength}": f"popularity of experts is log-normal with sigma {sigma}"
+        for strength, sigma in LOG_NORMAL_SIGMAS.items()
+    },
     "drift": f"as lognormal-medium, with noise of sigma {DRIFT_SIGMA} in the loads of every micro-batch",
     "jump-micro": "as W1, but each micro-batch overloads another, random device",
 }

@@ -1,9 +1,7 @@
 """Strange bytes and YAML are tested once, at the loaders."""
 
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
 from megatron_fssdp.records.metrics_file import MetricsWriter
 
+from ..full_disk import room_for
 from ..launch.tiny_run import fake_data
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -156,17 +155,6 @@ def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(
     assert all(
         content is None or ".building-" in name or name == "new/.lock" for name, content in left.items()
     )
-
-
-@contextmanager
-def room_for(num_bytes: int) -> Iterator[None]:
-    """Limit the size of files, so that writes fail half-way as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("script", [[], ["nowhere.py"], ["done"], ["a\nb.py"]])

@@ -1,5 +1,4 @@
 import multiprocessing
-import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.growing_arrays import GrowingArrays, read_arrays
+from tests.full_disk import room_for
 
 LAYERS = np.array([2, 5])
 FORMATS = {"values": 3}
@@ -63,13 +63,9 @@ def test_an_iteration_adds_its_own_bytes_and_a_full_disk_changes_nothing(tmp_pat
     writer.add(*range(2, 30), num_numbers=1000)
     after = path.stat()
     assert (after.st_ino, after.st_size - before.st_size) == (before.st_ino, 28 * np.load(path).itemsize)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (after.st_size + 5, limits[1]))
-    try:
-        with pytest.raises(ConfigurationError, match="cannot be written \\(File too large\\)"):
-            writer.add(30, num_numbers=1000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    too_large = pytest.raises(ConfigurationError, match="cannot be written \\(File too large\\)")
+    with room_for(after.st_size + 5), too_large:
+        writer.add(30, num_numbers=1000)
     assert checked(path) == list(range(1, 30))
     writer.add(30, num_numbers=1000)
     assert checked(path) == list(range(1, 31))

@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import math
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from megatron_fssdp.records.metrics_file import (
     read_evaluations,
     read_metrics,
 )
+from tests.full_disk import room_for
 
 
 def record(iteration: int, loss: float = 3.5) -> IterationMetrics:
@@ -77,13 +77,9 @@ def test_missing_and_impossible_folders_are_refused(tmp_path: Path) -> None:
 def test_a_full_disk_costs_only_the_line_that_does_not_fit(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.append(record(1))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 50, limits[1]))
-    try:
-        with pytest.raises(ConfigurationError, match="cannot be written"):
-            writer.append(record(2))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    refused = pytest.raises(ConfigurationError, match="cannot be written")
+    with room_for((tmp_path / "metrics.jsonl").stat().st_size + 50), refused:
+        writer.append(record(2))
     assert read_metrics(tmp_path) == [record(1)]
     writer.append(record(2))
     assert read_metrics(tmp_path) == [record(1), record(2)]

@@ -1,5 +1,4 @@
 import csv
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -62,16 +61,10 @@ def write_table(path: Path, columns: str = "iteration,layer,device,expert,tokens
     with path.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(columns.split(","))
-        for i, layer, d, e in itertools.product(*map(range, COUNTS.shape)):
-            cells = {
-                "iteration": 10 * i,
-                "layer": layer + 1,
-                "device": d,
-                "expert": e,
-                "tokens": COUNTS[i, layer, d, e],
-            }
-            if COUNTS[i, layer, d, e]:
-                table.writerow([cells[name] for name in columns.split(",")])
+        for (i, layer, device, expert), tokens in np.ndenumerate(COUNTS):
+            cells = {"iteration": 10 * i, "layer": layer + 1, "device": device, "expert": expert}
+            if tokens:
+                table.writerow([{**cells, "tokens": tokens}[name] for name in columns.split(",")])
 
 
 def test_a_table_is_read_in_any_order_of_its_columns(tmp_path: Path) -> None:

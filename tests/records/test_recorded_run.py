@@ -29,7 +29,7 @@ def test_an_old_run_folder_is_read() -> None:
     run = records.load(OLD_RUN)
     assert (run.strategy, run.layers, run.asked_iterations, run.problems) == ("fssdp", [1, 2, 3, 4], 14, ())
     assert run_config_of(OLD_RUN).model.num_experts == 8
-    assert run.log.accounted.startswith("experts 3.6 MiB")
+    assert run.expert_memory.startswith("experts 3.6 MiB")
     assert run.session is not None
     assert run.session.shared_cores == "4 ranks share 2 cores"
     lines = [json.loads(line) for line in (OLD_RUN / "metrics.jsonl").read_text().splitlines()]

@@ -3,8 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.colours import TIME_PARTS, distinct_colours
-from megatron_fssdp.report.figures import binned
+from megatron_fssdp.report.figures import binned, expert_loads
 from megatron_fssdp.report.units import format_bytes, format_flops, format_memory, format_seconds
 from megatron_fssdp.simulation.lanes import PARTS
 
@@ -23,6 +24,13 @@ def test_bins_fit_the_available_room_and_keep_the_mean(count: int, most: int, st
 def test_unknown_values_are_left_out_of_the_mean() -> None:
     _, means = binned(np.arange(6), np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan]), 3)
     np.testing.assert_array_equal(means, [1.0, 4.0, np.nan])
+
+
+def test_loads_of_micro_batches_are_shown_by_iteration() -> None:
+    counts_IZLDE = np.random.default_rng(0).integers(0, 9, (3, 2, 2, 4, 8))
+    each = RecordedLoads(counts_IZLDE, np.arange(3), np.arange(2))
+    whole = RecordedLoads(counts_IZLDE.sum(axis=1), np.arange(3), np.arange(2))
+    assert expert_loads("", each).to_json() == expert_loads("", whole).to_json()
 
 
 def test_numbers_have_the_unit_in_which_they_are_at_least_one() -> None:

@@ -56,21 +56,14 @@ def test_full_recomputation_without_a_method_is_refused() -> None:
         job_of_run(run_of("training.recompute_granularity=full"))
 
 
-def test_generated_loads_have_the_jobs_size() -> None:
-    job = job_of(devices=4, experts=8, layers=3, num_micro_batches=2)
-    counts = generated_loads("lognormal-strong", job, 5)
-    assert counts.shape == (5, 3, 4, 8)
-    assert (counts.sum(axis=3) == 16).all()
-    assert not np.array_equal(counts[:, 0], counts[:, 1])
-
-
-@pytest.mark.parametrize("name", ["drift", "jump-micro"])
-def test_generated_loads_differ_between_micro_batches(name: str) -> None:
-    job = job_of(devices=4, experts=8, layers=3, num_micro_batches=2)
-    counts = generated_loads(name, job, 5)
-    assert counts.shape == (5, 2, 3, 4, 8)
-    assert (counts.sum(axis=4) == 8).all()
-    assert not np.array_equal(counts[:, 0], counts[:, 1])
+@pytest.mark.parametrize(
+    ("name", "micro_batches"), [("lognormal-strong", ()), ("drift", (2,)), ("jump-micro", (2,))]
+)
+def test_generated_loads_have_the_jobs_size(name: str, micro_batches: tuple[int, ...]) -> None:
+    counts = generated_loads(name, job_of(devices=4, experts=8, layers=3, num_micro_batches=2), 5)
+    assert counts.shape == (5, *micro_batches, 3, 4, 8)
+    assert (counts.sum(axis=-1) == (8 if micro_batches else 16)).all()
+    assert not np.array_equal(counts[:, 0], counts[:, 1])  # of layers or micro-batches
     assert generated_loads(name, job_of(devices=4, experts=8), 5).shape == (5, 1, 4, 8)
 
 
@@ -105,9 +98,22 @@ def test_a_record_of_the_jobs_size_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"layers": 2}, {"experts": 4}, {"devices": 2, "sources": 3}, {"empty": True}]
+    ("change", "shape", "message"),
+    [
+        ({"layers": 2}, (1, 1, 2, 2), "of 1 MoE layers with 2 experts, wanted"),
+        ({"experts": 4}, (1, 1, 2, 2), "of 1 MoE layers with 2 experts, wanted"),
+        ({}, (1, 1, 3, 2), "a record of 3 devices, but"),
+        ({}, (0, 1, 2, 2), "got 0 recorded iterations"),
+        ({"num_micro_batches": 3}, (1, 4, 1, 2, 2), "4 micro-batches for 3"),
+    ],
 )
-def test_records_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
-    counts = np.full((1, 1, change.pop("sources", 2), 2), 0 if change.pop("empty", False) else 4)
-    with pytest.raises(ConfigurationError, match="--loads"):
-        fitted_loads(counts, job_of(**change))
+def test_records_that_do_not_fit_are_refused(
+    change: dict[str, Any], shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"--loads: .*{message}"):
+        fitted_loads(np.full(shape, 4), job_of(**change))
+
+
+def test_a_record_without_tokens_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--loads: the record has no tokens"):
+        fitted_loads(np.zeros((1, 1, 2, 2), int), job_of())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.memory import ExpertOptimizer
-from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, force_balanced, simulate
+from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
 HOT = [[6, 2], [6, 2]]  # two sources, expert 0 gets 12 of 16
@@ -109,9 +109,8 @@ def test_compute_outside_moe_layers_and_gradient_synchronization_take_time() -> 
 def test_the_ceiling_is_simulated_with_balanced_routing() -> None:
     balanced = balanced_counts(loads(HOT, [[8, 0], [0, 8]]))
     assert balanced.tolist() == [[[[4, 4], [4, 4]]]]
-    assert force_balanced(loads(HOT), cluster_of(), job_of()).mean_s == pytest.approx(
-        12 + 3 * 8 * 3 / 10 + 2 * 4 * 16 / 1000 + 16 / 1000
-    )
+    ideal = simulate("ep", settings_of("ep"), balanced, cluster_of(), job_of())
+    assert ideal.mean_s == pytest.approx(12 + 3 * 8 * 3 / 10 + 2 * 4 * 16 / 1000 + 16 / 1000)
     ragged = balanced_counts(np.array([[[[3, 0, 0, 0], [1, 0, 0, 1]]]]))
     assert ragged.sum(axis=3).tolist() == [[[3, 2]]]
     assert ragged.sum(axis=2).max() - ragged.sum(axis=2).min() <= 1

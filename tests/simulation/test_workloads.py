@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 
 from benchmarks.testbed.testbed_loads import device_max_over_mean, expert_max_over_mean, replay
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.simulation.workloads import (
     DRIFT_SIGMA,
     LOG_NORMAL_SIGMAS,
     WORKLOADS,
     WorkloadShape,
     counts_of_shares,
-    joined_micro_batches,
 )
 
 SHAPES = [
@@ -127,14 +125,6 @@ def test_the_hot_device_jumps_with_every_micro_batch_in_no_order() -> None:
     assert len(set(hottest_IZ[:, 0].tolist())) > 4
     assert len({(one, other) for order in hottest_IZ.tolist() for one, other in pairwise(order)}) > 30
     assert not np.array_equal(counts_IZDE, WORKLOADS["jump-micro"].micro_batches(shape, seed=1))
-
-
-def test_recorded_micro_batches_are_joined_to_fewer() -> None:
-    counts_IZLDE = np.arange(12).reshape(1, 4, 1, 1, 3)
-    assert joined_micro_batches(counts_IZLDE, 4) is not None
-    assert joined_micro_batches(counts_IZLDE, 2)[0, :, 0, 0].tolist() == [[3, 5, 7], [15, 17, 19]]
-    with pytest.raises(ConfigurationError, match="4 micro-batches for 3"):
-        joined_micro_batches(counts_IZLDE, 3)
 
 
 def test_shares_above_one_choice_per_token_are_cut() -> None:

@@ -23,7 +23,7 @@ from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, 
 from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.break_even import break_evens
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.simulator import checked_strategy, force_balanced, simulate
+from megatron_fssdp.simulation.simulator import balanced_counts, checked_strategy, simulate
 from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 from megatron_fssdp.simulation.workloads import WORKLOADS
 from megatron_fssdp.strategies.ep.ep_settings import EpSettings
@@ -162,7 +162,7 @@ def ranked_strategies(
                 rows.append(RankedStrategy(name, outcome, tokens, bandwidth, words))
         known = (row.outcome for row in rows if row.label == BASELINE)
         plain = next(known, None) or simulate(BASELINE, EpSettings(), counts_ILDE, cluster, job)
-        ideal = force_balanced(counts_ILDE, cluster, job)
+        ideal = simulate(BASELINE, EpSettings(), balanced_counts(counts_ILDE), cluster, job)
     except ValueError as error:
         raise ConfigurationError(f"simulate: {error}") from None
     other = "with settings that are not its defaults"

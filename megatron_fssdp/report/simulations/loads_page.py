@@ -1,17 +1,15 @@
 """The page of loads that no run of this package recorded.
 
-Shape letters: I iterations, L MoE layers, D devices, E experts.
+Shape letters: I iterations, L MoE layers.
 """
 
-import numpy as np
-
+from megatron_fssdp.planning.load_changes import plain_load
 from megatron_fssdp.planning.loads import EVEN_LOAD
-from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report import figures
 from megatron_fssdp.report.colours import distinct_colours
 from megatron_fssdp.report.page import Page, Section
-from megatron_fssdp.report.simulations.simulation_page import expert_load_section, ranking_section
+from megatron_fssdp.report.simulations.simulation_page import expert_load_section, what_if_section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 
 
@@ -21,9 +19,7 @@ def loads_page(name: str, loads: RecordedLoads, note: str, what_if: SimulationRe
     ``note`` says how they were read and fitted to the model.
     """
     num_iterations, num_layers, num_devices, num_experts = loads.counts_ILDE.shape
-    owned_ED = even_owners(num_experts, num_devices)[:, None] == np.arange(num_devices)
-    tokens_ILD = loads.counts_ILDE.sum(axis=2, dtype=np.int64) @ owned_ED
-    load_IL = tokens_ILD.max(axis=2) / np.maximum(tokens_ILD.mean(axis=2), 1e-12)
+    load_IL = plain_load(loads.counts_ILDE)
     colour, x = distinct_colours(["ep"])[0], loads.iterations
     lines = [
         figures.Line("mean of layers", colour, x, load_IL.mean(axis=1)),
@@ -43,7 +39,5 @@ def loads_page(name: str, loads: RecordedLoads, note: str, what_if: SimulationRe
     ]
     sections = [Section("Device load under plain EP", how, parts), expert_load_section(loads)]
     if what_if is not None:
-        sections.append(
-            ranking_section(what_if, "What if: strategies ranked on a cluster", f"{what_if.title}. ")
-        )
+        sections.append(what_if_section(what_if))
     return Page("report", name, f"{sentence}.", [(name, colour, sizes)], sections)

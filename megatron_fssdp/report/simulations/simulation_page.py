@@ -25,6 +25,11 @@ from megatron_fssdp.simulation.roofline import ideal_flops_per_s, roofline_point
 
 PAGE_FILE = "simulation.html"
 
+_NOT_ASKED = (
+    "No cluster was given, so nothing was simulated. To rank all strategies on a cluster with this run's "
+    "loads, give --cluster NAME (“megatron-fssdp configs” lists the names) or --cluster FILE.yaml "
+    "(“megatron-fssdp profile” measures a cluster and writes the file)."
+)
 _IDEAL = "force-balanced"
 _IDEAL_LINE = {"line": {"color": GREY, "dash": "dash", "width": 1.5}, "name": _IDEAL, "showlegend": True}
 
@@ -100,6 +105,14 @@ def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str 
     )
     notes = [f"{note.rstrip('.')}." for note in report.notes]
     return Section(title, sentence, [figure, report.table, *notes])
+
+
+def what_if_section(report: SimulationReport | None) -> Section:
+    """Show the ranking on a page of loads or runs, or say how to get one."""
+    title = "What if: strategies ranked on a cluster"
+    if report is None:
+        return Section(title, _NOT_ASKED)
+    return ranking_section(report, title, f"{report.title}. ")
 
 
 def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[str, str]) -> Section:

@@ -14,7 +14,7 @@ from megatron_fssdp.records.run_settings import differing_settings
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.figures import DASHES, Line, bin_words, curves, new_figure, ticks, time_bars
 from megatron_fssdp.report.page import Page, Part, Section
-from megatron_fssdp.report.simulations.simulation_page import ranking_section
+from megatron_fssdp.report.simulations.simulation_page import what_if_section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings import load_sections, measures
@@ -22,12 +22,6 @@ from megatron_fssdp.report.trainings.measures import largest_difference, mean_pa
 from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable, parts_of, progress_of
 from megatron_fssdp.report.units import MEMORY, format_memory, format_seconds, unit_of
 
-_WHAT_IF = "What if: strategies ranked on a cluster"
-_NOT_ASKED = (
-    "No cluster was given, so nothing was simulated. To rank all strategies on a cluster with this run's "
-    "loads, give --cluster NAME (“megatron-fssdp configs” lists the names) or --cluster FILE.yaml "
-    "(“megatron-fssdp profile” measures a cluster and writes the file)."
-)
 _MEMORY_KINDS = {
     "allocated": "the maximum memory that torch allocated on the GPU",
     "resident": "the maximum resident memory of the process, libraries included",
@@ -49,9 +43,7 @@ def run_page(
         load_sections.expert_load_section(runs),
         load_sections.placement_section(runs),
         _memory_section(runs),
-        ranking_section(what_if, _WHAT_IF, f"{what_if.title}. ")
-        if what_if
-        else Section(_WHAT_IF, _NOT_ASKED),
+        what_if_section(what_if),
         Section("All figures", how, [measures.comparison_table(runs, with_losses=with_losses)]),
     ]
     title = " · ".join(one.name for one in runs)
@@ -97,7 +89,7 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
     rows = []
     for one in runs:
         parts = parts_of(one.run)
-        for strategy, records in parts if len(parts) > 1 or one.run.log.stops else ():
+        for strategy, records in parts if len(parts) > 1 or one.run.stops else ():
             first, last = records[0], records[-1]
             loads = [layer.load_max_over_mean for record in records for layer in record.layers]
             part = f"{one.name}, iterations {first.iteration:,} to {last.iteration:,}"
@@ -108,7 +100,7 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
             "A resumed run has one part for each start. It repeats the iterations after its last checkpoint, "
             "and only the repetition is shown."
         )
-        stops = [f"{one.name}: stopped after iteration {stop}." for one in runs for stop in one.run.log.stops]
+        stops = [f"{one.name}: stopped after iteration {stop}." for one in runs for stop in one.run.stops]
         table = Table(("part", "strategy", "loss", "load max/mean"), tuple(rows))
         sections.append(Section("Parts and interruptions", sentence, [table, *stops]))
     return sections
@@ -177,7 +169,7 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
 
 def _memory_section(runs: Sequence[ShownRun]) -> Section:
     title = "Memory of every rank"
-    notes = [f"{one.name}, from its log: {one.run.log.accounted}." for one in runs if one.run.log.accounted]
+    notes = [f"{one.name}, from its log: {one.run.expert_memory}." for one in runs if one.run.expert_memory]
     peaks = {one: peak for one in runs if (peak := measures.peak_memory(one.run))[0]}
     if not peaks:
         return Section(title, "No memory was recorded yet.", notes)

@@ -58,7 +58,7 @@ def progress_of(run: RecordedRun) -> str:
     words = counted(count, "iteration")
     if asked is not None and last < asked:
         age_s = time.time() - (run.path / METRICS_FILE).stat().st_mtime
-        is_stopped = any(stop.startswith(f"{last}:") for stop in run.log.stops)
+        is_stopped = any(stop.startswith(f"{last}:") for stop in run.stops)
         state = "so far" if age_s < _STILL_RUNNING_S and not is_stopped else "interrupted"
         words = f"{count:,} of {asked - first + 1:,} iterations, {state}"
     if first > 1:
