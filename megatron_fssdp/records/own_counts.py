@@ -76,7 +76,7 @@ def read_csv_counts(path: Path, num_experts: int) -> RecordedLoads:
                 raise ValueError(f"got no expert after {highest}, wanted {num_experts} as in the model")
     except (ValueError, csv.Error) as error:
         raise ConfigurationError(f"{path}: line {line}: {error}; correct the file") from None
-    iterations, layers, devices = ([*dict.fromkeys(sorted(one))] for one in zip(*found, strict=True))
+    iterations, layers, devices = ([*dict.fromkeys(sorted(column))] for column in zip(*found, strict=True))
     empty_E = np.zeros(num_experts, np.int32)
     counts = [[[found.get((i, n, d), empty_E) for d in devices] for n in layers] for i in iterations]
     return RecordedLoads(np.array(counts).clip(min=0), np.array(iterations), np.array(layers))

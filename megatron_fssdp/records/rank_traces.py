@@ -133,8 +133,8 @@ def read_rank_traces(
     for rank, path in sorted(paths.items()):
         found.append(_read(path, rank, kind, model, most, lambda read: on_progress(read, total), done))
         done += path.stat().st_size
-    ranks = [one for one in found if one.passes]  # a stage without MoE layers has empty files
-    num_recomputed = sum(one.count_pairs_once() for one in ranks)
+    ranks = [rank for rank in found if rank.passes]  # a stage without MoE layers has empty files
+    num_recomputed = sum(rank.count_pairs_once() for rank in ranks)
     if not ranks:
         raise _refused(folder, "no line of an MoE layer in a decoder", "a run with such layers")
     numbers, iterations = _iterations(ranks)
@@ -142,7 +142,7 @@ def read_rank_traces(
         raise _refused(folder, f"{len(numbers)} of iterations {numbers[0]} to {numbers[-1]}", "all of them")
     stages = _stages(folder, ranks, model)
     counts = [
-        np.array([[[one.counts_E[i, n] for one in stage] for n in stage[0].layers] for i in iterations])
+        np.array([[[rank.counts_E[i, n] for rank in stage] for n in stage[0].layers] for i in iterations])
         for stage in stages
     ]
     if kind is _Arrived:
@@ -203,14 +203,14 @@ def _read(
 
 def _iterations(ranks: Sequence[_Rank]) -> tuple[list[int], list[int]]:
     """Return all iterations, and those with as many passes as most; others have evaluations' passes, too."""
-    numbers, passes = sorted({number for one in ranks for number, _ in one.passes}), dict[int, int]()
-    for one in ranks:
+    numbers, passes = sorted({number for rank in ranks for number, _ in rank.passes}), dict[int, int]()
+    for rank in ranks:
         for number in numbers:
-            found = {one.passes[number, layer] for layer in one.layers}
+            found = {rank.passes[number, layer] for layer in rank.layers}
             if found != {passes.setdefault(number, max(found))}:
                 words = f"{' and '.join(map(str, sorted(found)))} passes of layers in iteration {number}"
                 raise ConfigurationError(
-                    f"{one.path}: got {words}, wanted {passes[number]}; lines vanish if tokens are "
+                    f"{rank.path}: got {words}, wanted {passes[number]}; lines vanish if tokens are "
                     "dropped or padded, or if a rank is killed: trace again, or read fewer iterations"
                 )
     usual = Counter(passes.values()).most_common(1)[0][0]
@@ -219,13 +219,13 @@ def _iterations(ranks: Sequence[_Rank]) -> tuple[list[int], list[int]]:
 
 def _stages(folder: Path, ranks: list[_Rank], model: RoutedModel) -> list[list[_Rank]]:
     """Divide ranks into pipeline stages, which have all layers of the model together."""
-    num_stages, rest = divmod(model.num_layers * len(ranks), sum(len(one.layers) for one in ranks))
+    num_stages, rest = divmod(model.num_layers * len(ranks), sum(len(rank.layers) for rank in ranks))
     if not rest and num_stages and len(ranks) % num_stages == 0:
         size = len(ranks) // num_stages
         stages = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-        if all(one.layers == stage[0].layers for stage in stages for one in stage):
+        if all(rank.layers == stage[0].layers for stage in stages for rank in stage):
             return stages
-    layers = ", ".join(str(len(one.layers)) for one in ranks)
+    layers = ", ".join(str(len(rank.layers)) for rank in ranks)
     wanted = f"a model's {model.num_layers} on equally many ranks for each pipeline stage"
     raise _refused(folder, f"{layers} MoE layers on its ranks", wanted)
 

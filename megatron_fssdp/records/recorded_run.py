@@ -84,7 +84,7 @@ class RecordedRun:
         for which in ("forward", "backward"):  # None where the parts of a layer's passes were not measured
             parts = [[getattr(layer, which) for layer in record.layers] for record in self.metrics]
             for field in fields(PassMetrics):
-                seconds = [[getattr(one, field.name, None) for one in record] for record in parts]
+                seconds = [[getattr(part, field.name, None) for part in record] for record in parts]
                 found[f"{which}_{field.name}_IL"] = np.array(seconds, float)
         for name in ("loads", "placements", "micro_batch_loads"):
             record = getattr(self, name)

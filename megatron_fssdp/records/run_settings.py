@@ -62,16 +62,18 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple
 
     A run without any settings counts as equal.
     """
-    known = [one for one in settings if one]
+    known = [given for given in settings if given]
     found = {}
-    for key in dict.fromkeys(key for one in known for key in one):
+    for key in dict.fromkeys(key for given in known for key in given):
         # A missing key stands for Megatron's default, unless the whole section is unknown.
         section, _, argument = key.partition(".")
         option = options().get(argument)
         default = plain(option.default) if option else None
-        values = [one.get(key, default) for one in known if section in {name.split(".")[0] for name in one}]
+        values = [
+            given.get(key, default) for given in known if section in {name.split(".")[0] for name in given}
+        ]
         if any(value != values[0] for value in values) and not (key == "data.path" and _is_same_data(values)):
-            found[key] = tuple(_text(one.get(key)) for one in settings)
+            found[key] = tuple(_text(given.get(key)) for given in settings)
     return found
 
 
@@ -96,7 +98,7 @@ def _is_same_data(paths: Sequence[Any]) -> bool:
     """Whether folders hold the same built data, by the hashes in their manifests."""
     try:
         manifests = [json.loads((Path(path) / "manifest.json").read_text(encoding="utf-8")) for path in paths]
-        return all(one["files"] == manifests[0]["files"] for one in manifests)
+        return all(manifest["files"] == manifests[0]["files"] for manifest in manifests)
     except (OSError, TypeError, ValueError, KeyError):
         return False
 

@@ -243,8 +243,10 @@ class LayerPrices:
         rows = float(tokens.device_tokens_D.max()) / times
         peers_s = self.links.counts.near.time_s((self.job.num_peers - 1) * self.job.token_bytes * rows)
         return [
-            replace(one, near_s=one.near_s + peers_s, far_s=one.far_s + (0 if one.in_turn else peers_s))
-            for one in exchange
+            replace(
+                times, near_s=times.near_s + peers_s, far_s=times.far_s + (0 if times.in_turn else peers_s)
+            )
+            for times in exchange
         ]
 
     @cached_property

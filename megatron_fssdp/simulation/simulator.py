@@ -113,8 +113,8 @@ class StrategyOutcome:
     def _of_micro_batches(self, name: str) -> np.ndarray:
         return np.array(
             [
-                [[getattr(layer, name) for layer in layers] for layers in one.micro_batches]
-                for one in self.iterations
+                [[getattr(layer, name) for layer in layers] for layers in iteration.micro_batches]
+                for iteration in self.iterations
             ]
         )
 
@@ -238,7 +238,7 @@ def _pairs_at_peak(strategy: Strategy, counts_ILDE: np.ndarray, topology: Topolo
     times, most = job.num_micro_batches // number, 0.0
     for layers in replayed.micro_batches:
         of_layers = [plan.dispatch(counts_DE, topology, times) for _, plan, counts_DE in layers]
-        most = max(most, job.kept_pairs(np.stack([one.device_tokens_D for one in of_layers])))
+        most = max(most, job.kept_pairs(np.stack([record.device_tokens_D for record in of_layers])))
     return number * most
 
 
@@ -293,18 +293,18 @@ def device_memory(
     if pairs is None:
         pairs = job.kept_pairs(np.full((job.num_layers, 1), job.pairs_per_device))
     owned = max(job.num_experts // job.num_devices, 1)
-    of_all = (layer for iteration in iterations for one in iteration.micro_batches for layer in one)
+    of_all = (layer for iteration in iterations for layers in iteration.micro_batches for layer in layers)
     layers = [*dict.fromkeys(of_all)]
     if layers:
         # Activations are those of the micro-batch with the busiest device.
         pairs = max(
-            len(iteration.micro_batches) * job.kept_pairs(np.stack([layer.tokens_D for layer in one]))
+            len(iteration.micro_batches) * job.kept_pairs(np.stack([layer.tokens_D for layer in layers]))
             for iteration in iterations
-            for one in iteration.micro_batches
+            for layers in iteration.micro_batches
         )
         owned = max(layer.most_owned for layer in layers)
     most = {
-        life: max((one.most_replicas for one in layers if one.life is life), default=0)
+        life: max((record.most_replicas for record in layers if record.life is life), default=0)
         for life in ReplicaLife
     }
     if resident_slots:

@@ -81,14 +81,14 @@ def simulated_stage(
     if len(stages) == 1:
         return job_of_run(run), record, cluster, ""
     found, seconds = dict[int, tuple[MoeJob, RecordedLoads]](), dict[int, float]()
-    for one in stages:
-        layers = [layer for layer, _ in one.layers if is_moe_L[layer]]
+    for stage in stages:
+        layers = [layer for layer, _ in stage.layers if is_moe_L[layer]]
         if layers:
-            job, loads = job_of_run(run, one), record.of_layers((is_moe_L.cumsum()[layers] - 1).tolist())
+            job, loads = job_of_run(run, stage), record.of_layers((is_moe_L.cumsum()[layers] - 1).tolist())
             mean = np.rint(loads.counts_ILDE.mean(axis=0, keepdims=True)).astype(np.int32)
-            found[one.stage] = job, loads
+            found[stage.stage] = job, loads
             if asked is None:
-                seconds[one.stage] = simulate(
+                seconds[stage.stage] = simulate(
                     BASELINE, STRATEGIES[BASELINE].settings(), mean, cluster, job
                 ).mean_s
     if asked is not None and asked not in found:

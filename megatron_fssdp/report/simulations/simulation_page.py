@@ -77,8 +77,10 @@ def simulation_headline(report: SimulationReport) -> str:
         clauses = [f"no simulated strategy is {more} than {BASELINE}, which takes {plain}"]
     else:
         parts_s = report.steady_parts_s(best.outcome)
-        weights, gradients = (format_seconds(parts_s[f"waiting for {one}"]) for one in ("spAG", "spRS"))
-        before, after = (report.steady(one.load_max_over_mean_IL) for one in (report.plain, best.outcome))
+        weights, gradients = (format_seconds(parts_s[f"waiting for {name}"]) for name in ("spAG", "spRS"))
+        before, after = (
+            report.steady(outcome.load_max_over_mean_IL) for outcome in (report.plain, best.outcome)
+        )
         clauses = [
             f"{best.label} is {ratio:.2f} × as fast as {BASELINE} ({plain} → {format_seconds(seconds)} an "
             "iteration)",

@@ -32,24 +32,24 @@ _SCALE = [[0.0, "rgba(138,143,152,0.16)"], [0.001, "#FBD5A8"], [0.5, "#F28E2B"],
 def device_load_section(runs: Sequence[ShownRun]) -> Section:
     """Show max/mean device load by iteration and layer, before and after."""
     title = "Device load, before and after"
-    recorded = [one for one in runs if one.run.layers]
+    recorded = [shown for shown in runs if shown.run.layers]
     if not recorded:
         return Section(title, _NO_LAYERS)
     lines: list[figures.Line] = []
     strips: list[Part] = []
-    for one in recorded:
-        before_IL, load_IL = one.run.arrays["ep_load_max_over_mean_IL"], one.run.load_IL
-        x, is_plain = one.run.iterations, np.array_equal(before_IL, load_IL)
+    for shown in recorded:
+        before_IL, load_IL = shown.run.arrays["ep_load_max_over_mean_IL"], shown.run.load_IL
+        x, is_plain = shown.run.iterations, np.array_equal(before_IL, load_IL)
         if not is_plain and not lines:
             name, before_I = "before (plain EP), mean of layers", before_IL.mean(axis=1)
             lines.append(figures.Line(name, figures.GREY, x, before_I, "dash"))
-        lines.append(figures.Line(f"{one.name}, mean of layers", one.colour, x, load_IL.mean(axis=1)))
-        lines.append(figures.Line(f"{one.name}, worst layer", one.colour, x, load_IL.max(axis=1), "dot"))
+        lines.append(figures.Line(f"{shown.name}, mean of layers", shown.colour, x, load_IL.mean(axis=1)))
+        lines.append(figures.Line(f"{shown.name}, worst layer", shown.colour, x, load_IL.max(axis=1), "dot"))
         if len(runs) == 1 or not is_plain:
             loads = {"before (plain EP)": before_IL, "after": load_IL}
-            strips.append(figures.layer_loads(f"{one.name}: every layer", x, one.run.layers, loads))
+            strips.append(figures.layer_loads(f"{shown.name}: every layer", x, shown.run.layers, loads))
     figure = figures.device_loads("Busiest device, max / mean", lines)
-    notes = [f"{one.name}: {_NO_LAYERS}" for one in runs if one not in recorded]
+    notes = [f"{shown.name}: {_NO_LAYERS}" for shown in runs if shown not in recorded]
     sentence = (
         "Tokens of the busiest device, divided by the mean of all devices: 1 is even, and a layer takes as "
         "long as its busiest device. Before: under plain expert parallelism. After: as it was computed."
@@ -61,23 +61,23 @@ def micro_batch_sections(runs: Sequence[ShownRun]) -> list[Section]:
     """Show how loads differ between micro-batches, if runs have recorded them."""
     lines: list[figures.Line] = []
     rows: list[tuple[str, ...]] = []
-    for one in runs:
-        loads, placed = one.run.micro_batch_loads, one.run.placements
+    for shown in runs:
+        loads, placed = shown.run.micro_batch_loads, shown.run.placements
         if loads is None or placed is None:
             continue
         owned, x = placed.owned_ILED, loads.iterations
         counts_IZLDE = loads.counts_IZLDE[..., : owned[0, 0].size // owned[0, 0].sum(), :]
         worst_I = plain_load(counts_IZLDE).max(axis=1).mean(axis=1)
         load_I = plain_load(counts_IZLDE.sum(axis=1)).mean(axis=1)
-        lines.append(figures.Line(f"{one.name}, worst micro-batch", one.colour, x, worst_I, "dot"))
-        lines.append(figures.Line(f"{one.name}, iteration", one.colour, x, load_I))
+        lines.append(figures.Line(f"{shown.name}, worst micro-batch", shown.colour, x, worst_I, "dot"))
+        lines.append(figures.Line(f"{shown.name}, iteration", shown.colour, x, load_I))
         slots = int((placed.present_ILED & ~owned).sum(axis=2).max()) or 2
         most = min(50, -(-_MOST_SEARCHED // len(loads.layers)))
         for i, layer in enumerate(loads.layers):
             found = load_changes(counts_IZLDE[:, :, i], x, slots, most)
             cells = zip(found, LOAD_CHANGES.values(), strict=True)
             words = ("–" if np.isnan(number) else f"{number:{form}}" for number, form in cells)
-            rows.append((f"{one.name}, layer {layer}", *words))
+            rows.append((f"{shown.name}, layer {layer}", *words))
     if not rows:
         return []
     sentence = (
@@ -126,24 +126,24 @@ def _is_same(one_ILE: NDArray[np.float64], other_ILE: NDArray[np.float64]) -> bo
 def placement_section(runs: Sequence[ShownRun]) -> Section:
     """Show the replicas of every expert by iteration, and the strategies that ``auto`` changed."""
     title = "Replicas of every expert"
-    if not any(one.run.layers for one in runs):
+    if not any(shown.run.layers for shown in runs):
         return Section(title, _NO_LAYERS)
     parts: list[Part] = []
-    for one in runs:
-        if not one.run.arrays["num_replicas_IL"].any():
-            parts.append(f"No replicas in {one.name}.")
-        elif one.run.placements is None:
-            parts.append(f"{one.name}: placements.npy is not there, or cannot be read.")
+    for shown in runs:
+        if not shown.run.arrays["num_replicas_IL"].any():
+            parts.append(f"No replicas in {shown.name}.")
+        elif shown.run.placements is None:
+            parts.append(f"{shown.name}: placements.npy is not there, or cannot be read.")
         else:
-            heading = f"{one.name}: replicas of every expert" if len(runs) > 1 else ""
-            parts.append(_replica_map(heading, one.run.placements, len(runs)))
-        if times := int((one.run.arrays["resharded_experts_I"] > 0).sum()):
-            parts.append(f"{one.name}: experts moved to new owners {counted(times, 'time')}.")
+            heading = f"{shown.name}: replicas of every expert" if len(runs) > 1 else ""
+            parts.append(_replica_map(heading, shown.run.placements, len(runs)))
+        if times := int((shown.run.arrays["resharded_experts_I"] > 0).sum()):
+            parts.append(f"{shown.name}: experts moved to new owners {counted(times, 'time')}.")
     sentence = (
         "A replica is a copy of an expert on another device than its owner's, which computes a part of the "
         "expert's tokens. Move the slider to see another iteration, and point at a cell to see the devices."
     )
-    if rows := tuple(row for one in runs for row in _selections(one)):
+    if rows := tuple(row for shown in runs for row in _selections(shown)):
         header = ("auto's change before", "layers", "strategy", "predicted gain", "seen gain")
         parts.append(Table(header, rows))
         parts.append(

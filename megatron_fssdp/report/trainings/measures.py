@@ -47,7 +47,7 @@ class Spread(NamedTuple):
 
 def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Table:
     """Return all figures of runs side by side. Losses are compared with those of the first run."""
-    columns = [{measure.label: measure.text for measure in measures_of(one.run)} for one in runs]
+    columns = [{measure.label: measure.text for measure in measures_of(shown.run)} for shown in runs]
     for column in columns if not_comparable(runs) else ():
         column.update({label: "not comparable" for label in column if label.startswith("tokens/s")})
     labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
@@ -55,10 +55,13 @@ def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> T
     if not with_losses:
         rows = [row for row in rows if not row[0].startswith("loss")]
     elif len(runs) > 1:
-        differences = [largest_difference(runs[0].run, one.run) for one in runs[1:]]
-        texts = ["no common iteration" if one is None else f"{one:.1e} relative" for one in differences]
+        differences = [largest_difference(runs[0].run, shown.run) for shown in runs[1:]]
+        texts = [
+            "no common iteration" if difference is None else f"{difference:.1e} relative"
+            for difference in differences
+        ]
         rows.append(("loss: largest difference", "", *texts))
-    return Table(("", *(one.name for one in runs)), tuple(rows))
+    return Table(("", *(shown.name for shown in runs)), tuple(rows))
 
 
 def measures_of(run: RecordedRun) -> Iterator[Measure]:
@@ -68,7 +71,7 @@ def measures_of(run: RecordedRun) -> Iterator[Measure]:
     for which, loss in (("first", float(run.losses[0])), ("last", float(run.losses[-1]))):
         yield Measure(f"{which}_loss", f"loss: {which}", loss, f"{loss:.4f}")
     for data in ("validation", "test"):
-        of_data = (one for one in reversed(run.evaluations) if one.data.startswith(data))
+        of_data = (evaluation for evaluation in reversed(run.evaluations) if evaluation.data.startswith(data))
         if last := next(of_data, None):
             text = f"{last.loss:.4f} ({last.iteration:,})"
             yield Measure(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text)
@@ -134,8 +137,8 @@ def replicas_of(run: RecordedRun) -> tuple[float, int | None]:
 
 def peak_memory(run: RecordedRun) -> tuple[tuple[int, ...], str]:
     """Return the last recorded peak of each global rank, in bytes, and the kind of memory; or nothing."""
-    found = ((one.rank_peak_bytes, one.rank_memory or "") for one in reversed(run.metrics))
-    return next((one for one in found if one[0]), ((), ""))
+    found = ((metrics.rank_peak_bytes, metrics.rank_memory or "") for metrics in reversed(run.metrics))
+    return next((peak for peak in found if peak[0]), ((), ""))
 
 
 def spread_of(one: ShownRun, key: str) -> Spread | None:

@@ -46,7 +46,7 @@ def run_page(
         what_if_section(what_if),
         Section("All figures", how, [measures.comparison_table(runs, with_losses=with_losses)]),
     ]
-    title = " · ".join(one.name for one in runs)
+    title = " · ".join(shown.name for shown in runs)
     if len(runs) == 1:
         folder, strategy = runs[0].run.path.resolve().name, runs[0].run.strategy
         title = folder if folder == strategy else f"{folder} ({strategy})"
@@ -54,7 +54,7 @@ def run_page(
         "comparison" if len(runs) > 1 else "report",
         title,
         headline_of(runs, what_if, with_losses=with_losses),
-        [(one.name, one.colour, _sizes(one)) for one in runs],
+        [(shown.name, shown.colour, _sizes(shown)) for shown in runs],
         sections,
     )
 
@@ -71,8 +71,8 @@ def _sizes(one: ShownRun) -> str:
 
 def settings_table(runs: Sequence[ShownRun]) -> Table:
     """Return the settings in which runs differ."""
-    differing = differing_settings([one.run.settings for one in runs])
-    names = tuple(one.name for one in runs)
+    differing = differing_settings([shown.run.settings for shown in runs])
+    names = tuple(shown.name for shown in runs)
     rows = tuple((key, *values) for key, values in differing.items())
     return Table(("setting", *names), rows, frozenset(names))
 
@@ -80,19 +80,19 @@ def settings_table(runs: Sequence[ShownRun]) -> Table:
 def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
     """Return the sections that only some pages have."""
     sections = []
-    if problems := [f"{one.name}: {problem}" for one in runs for problem in one.run.problems]:
+    if problems := [f"{shown.name}: {problem}" for shown in runs for problem in shown.run.problems]:
         sentence = "The sections that need these files are empty."
         sections.append(Section("Files that cannot be read", sentence, problems))
     if (differing := settings_table(runs)).rows:
         sentence = "The runs have the same settings, except for these. –: not set."
         sections.append(Section("Settings that differ", sentence, [differing]))
     rows = []
-    for one in runs:
-        parts = parts_of(one.run)
-        for strategy, records in parts if len(parts) > 1 or one.run.stops else ():
+    for shown in runs:
+        parts = parts_of(shown.run)
+        for strategy, records in parts if len(parts) > 1 or shown.run.stops else ():
             first, last = records[0], records[-1]
             loads = [layer.load_max_over_mean for record in records for layer in record.layers]
-            part = f"{one.name}, iterations {first.iteration:,} to {last.iteration:,}"
+            part = f"{shown.name}, iterations {first.iteration:,} to {last.iteration:,}"
             losses = f"{first.lm_loss:.4f} → {last.lm_loss:.4f}"
             rows.append((part, strategy, losses, f"{sum(loads) / len(loads):.2f}" if loads else "–"))
     if rows:
@@ -100,7 +100,9 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
             "A resumed run has one part for each start. It repeats the iterations after its last checkpoint, "
             "and only the repetition is shown."
         )
-        stops = [f"{one.name}: stopped after iteration {stop}." for one in runs for stop in one.run.stops]
+        stops = [
+            f"{shown.name}: stopped after iteration {stop}." for shown in runs for stop in shown.run.stops
+        ]
         table = Table(("part", "strategy", "loss", "load max/mean"), tuple(rows))
         sections.append(Section("Parts and interruptions", sentence, [table, *stops]))
     return sections
@@ -108,22 +110,24 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
 
 def _loss_section(runs: Sequence[ShownRun]) -> Section:
     dashes = itertools.cycle(DASHES[:3])
-    lines = [Line(one.name, one.colour, one.run.iterations, one.run.losses, next(dashes)) for one in runs]
+    lines = [
+        Line(shown.name, shown.colour, shown.run.iterations, shown.run.losses, next(dashes)) for shown in runs
+    ]
     figure = curves("", "loss", lines, ".4f", 340)
-    for one in runs:
-        for data in dict.fromkeys(evaluation.data for evaluation in one.run.evaluations):
-            found = [evaluation for evaluation in one.run.evaluations if evaluation.data == data]
+    for shown in runs:
+        for data in dict.fromkeys(evaluation.data for evaluation in shown.run.evaluations):
+            found = [evaluation for evaluation in shown.run.evaluations if evaluation.data == data]
             symbol = "circle-open" if data == "validation" else "diamond-open"
             figure.add_scatter(
                 x=[made.iteration for made in found],
                 y=[made.loss for made in found],
-                name=f"{one.name}, {data}",
+                name=f"{shown.name}, {data}",
                 mode="markers",
-                marker={"color": one.colour, "size": 8, "symbol": symbol},
-                hovertemplate=f"iteration %{{x}}: %{{y:.4f}}<extra>{one.name}, {data}</extra>",
+                marker={"color": shown.colour, "size": 8, "symbol": symbol},
+                hovertemplate=f"iteration %{{x}}: %{{y:.4f}}<extra>{shown.name}, {data}</extra>",
             )
     sentence = "Language-model loss of each iteration, as Megatron reports it."
-    if any(one.run.evaluations for one in runs):
+    if any(shown.run.evaluations for shown in runs):
         sentence += " Points: losses on data that is not trained."
     if len(runs) > 1:
         sentence += (
@@ -134,12 +138,15 @@ def _loss_section(runs: Sequence[ShownRun]) -> Section:
 
 
 def _time_section(runs: Sequence[ShownRun]) -> Section:
-    lines = [Line(one.name, one.colour, one.run.iterations, one.run.arrays["iteration_s_I"]) for one in runs]
+    lines = [
+        Line(shown.name, shown.colour, shown.run.iterations, shown.run.arrays["iteration_s_I"])
+        for shown in runs
+    ]
     if len(runs) == 1:
         parts_s, x = measures.time_parts(runs[0].run), runs[0].run.iterations
         lines = [Line(*TIME_PARTS[part], x, found_I) for part, found_I in parts_s.items() if found_I.any()]
     figure = curves("Every iteration", "seconds", lines, ".4g", 280, stacked=len(runs) == 1)
-    bars = {one.name: mean_parts_s(one.run) for one in runs}
+    bars = {shown.name: mean_parts_s(shown.run) for shown in runs}
     parts: list[Part] = [
         time_bars("mean time of an iteration, without the first", bars),
         figure.update_yaxes(rangemode="tozero"),
@@ -153,24 +160,26 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
         "summed over layers. The other parts are means over the ranks, except for the experts, which are "
         "those of the slowest rank. The all-to-alls do not include the wait for this rank."
     )
-    if not all(measures.has_layer_parts(one.run) for one in runs):
+    if not all(measures.has_layer_parts(shown.run) for shown in runs):
         parts.append(
             "A run that did not measure the parts of its layers (strategy none, or Megatron's combined 1F1B "
             "schedule) shows all passes as one part."
         )
-    for one in runs:
-        folder = one.run.path / "torch_profile"
+    for shown in runs:
+        folder = shown.run.path / "torch_profile"
         if traces := ", ".join(sorted(path.name for path in folder.glob("rank-*.json.gz"))):
             where = f"{traces} in {folder}; open such a trace in https://ui.perfetto.dev."
-            parts.append(f"{one.name}: torch's profiler wrote {where}")
+            parts.append(f"{shown.name}: torch's profiler wrote {where}")
     sentence = "Transfers of weights and gradients count only while compute waits for them."
     return Section("Iteration time", sentence, parts)
 
 
 def _memory_section(runs: Sequence[ShownRun]) -> Section:
     title = "Memory of every rank"
-    notes = [f"{one.name}, from its log: {one.run.expert_memory}." for one in runs if one.run.expert_memory]
-    peaks = {one: peak for one in runs if (peak := measures.peak_memory(one.run))[0]}
+    notes = [
+        f"{shown.name}, from its log: {shown.run.expert_memory}." for shown in runs if shown.run.expert_memory
+    ]
+    peaks = {shown: peak for shown in runs if (peak := measures.peak_memory(shown.run))[0]}
     if not peaks:
         return Section(title, "No memory was recorded yet.", notes)
     size, word = unit_of(max(max(found) for found, _ in peaks.values()), MEMORY)
@@ -201,14 +210,16 @@ def headline_of(
             clauses.append(f"peak memory of a rank {format_memory(max(peaks))}")
     else:
         most = None if len(runs) <= _MOST_EXPLAINED else 1
-        clauses = [_against(first, one, most, with_speed=not reason) for one in runs[1:]]
-        differences = [largest_difference(first.run, one.run) for one in runs[1:]] if with_losses else []
-        if known := [one for one in differences if one is not None and np.isfinite(one)]:
+        clauses = [_against(first, shown, most, with_speed=not reason) for shown in runs[1:]]
+        differences = [largest_difference(first.run, shown.run) for shown in runs[1:]] if with_losses else []
+        if known := [
+            difference for difference in differences if difference is not None and np.isfinite(difference)
+        ]:
             differ = f"losses differ by at most {max(known):.1e}"
             clauses.append(differ if max(known) else "losses are exactly equal")
     clauses += [reason] if reason else []
     if what_if is not None:
-        names = {one.run.strategy for one in runs}
+        names = {shown.run.strategy for shown in runs}
         simulated = [
             f"{row.label} {what_if.plain_s / what_if.steady_s(row.outcome):.2f} × ep"
             for row in what_if.ranked

@@ -34,14 +34,14 @@ def shown_runs(paths: Sequence[Path]) -> list[ShownRun]:
     strategies = [run.strategy for run in runs]
     choices = (strategies, [path.resolve().name for path in paths], [str(path) for path in paths])
     names = next((choice for choice in choices if len(set(choice)) == len(runs)), choices[-1])
-    return [ShownRun(*one) for one in zip(names, distinct_colours(strategies), runs, strict=True)]
+    return [ShownRun(*fields) for fields in zip(names, distinct_colours(strategies), runs, strict=True)]
 
 
 def shown_groups(groups: Mapping[str, Mapping[tuple[int, int], RecordedRun]]) -> list[ShownRun]:
     """Return groups of repeated runs by their names. The lowest repetition and seed is shown in detail."""
     firsts = [runs[min(runs, key=lambda repeat: repeat[::-1])] for runs in groups.values()]
     colours = distinct_colours([run.strategy for run in firsts])
-    return [ShownRun(*one) for one in zip(groups, colours, firsts, groups.values(), strict=True)]
+    return [ShownRun(*fields) for fields in zip(groups, colours, firsts, groups.values(), strict=True)]
 
 
 def parts_of(run: RecordedRun) -> list[tuple[str, tuple[IterationMetrics, ...]]]:
@@ -75,7 +75,7 @@ def counted(number: int, noun: str) -> str:
 
 def not_comparable(runs: Sequence[ShownRun]) -> str:
     """Return a clause on why the speed of runs must not be compared. Empty if it may be."""
-    every = [run for one in runs for run in (one.run, *one.repeats.values())]
+    every = [run for shown in runs for run in (shown.run, *shown.repeats.values())]
     sessions = [record.session for run in every for record in run.metrics if record.session is not None]
     shared = next((session.shared_cores for session in sessions if session.shared_cores), "")
     return f"speed is not comparable here: {shared}" if shared else ""

@@ -34,7 +34,7 @@ def loss_difference(group: ShownRun, other: ShownRun) -> float | None:
     if not pairs or loss_obstacle([run.settings for run in pairs[0]]):
         return None
     found = [largest_difference(*pair) for pair in pairs]
-    return max((one for one in found if one is not None), default=None)
+    return max((value for value in found if value is not None), default=None)
 
 
 def group_table(groups: Sequence[ShownRun]) -> Table:
@@ -76,7 +76,9 @@ def sweep_page(
 ) -> Page:
     """Compare groups with the first. ``unfinished`` names the runs that have no results."""
     details, obstacle = groups[:MOST_DETAILED], not_comparable(groups)
-    page = run_page(details, what_if, with_losses=not loss_obstacle([one.run.settings for one in details]))
+    page = run_page(
+        details, what_if, with_losses=not loss_obstacle([shown.run.settings for shown in details])
+    )
     count, missing = sum(len(group.repeats) for group in groups), ""
     notes = [f"{count} of {count + len(unfinished)} runs are finished, in {len(groups)} groups."]
     notes += [f"{obstacle[0].upper()}{obstacle[1:]}."] if obstacle else []
