@@ -35,8 +35,8 @@ class LayerCase:
     routing: str = "skewed"  # or "dropped" (some choices are missing, some tokens have none) or "one_expert"
     tokens: tuple[int, ...] | None = None  # of each rank; some random small numbers by default
     num_iterations: int = 2
-    # Order of passes of the micro-batches; "e" is an evaluation between them, "E" one after the iteration, and
-    # "O" a forward pass that nobody marks as one.
+    # Order of passes of the micro-batches; "e" is an evaluation between them, "E" one after the iteration,
+    # and "O" a forward pass that nobody marks as one.
     schedule: str = "FB"
     recompute: str | None = None
     overlaps: bool = True  # Transfers have a group of their own and may begin before the layer.

@@ -186,7 +186,7 @@ class RankLayer:
 def make_dispatcher(
     num_slots: int, knows_splits: bool, groups: ExpertGroups, megatron: Any, case: LayerCase
 ) -> Any:
-    """Megatron's all-to-all dispatcher for a number of slots of each device, or ours that is told the rows."""
+    """Megatron's all-to-all dispatcher for a number of slots of each device, or ours that knows the rows."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
