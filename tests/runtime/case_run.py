@@ -98,8 +98,8 @@ class CaseRun:
                 runtime.end_passes()
                 self._check_loads(runtime.end_iteration(), batches)
             for letter in case.schedule:
-                if letter == "E":
-                    self._evaluate()
+                if letter in "EO":
+                    self._evaluate(letter)
             self._step()
         return self.result
 
@@ -153,20 +153,24 @@ class CaseRun:
                 (output * cotangent).sum().backward()
                 passes[num_backward] = (output.detach(), *rest)
                 num_backward += 1
+            elif step == "e":
+                self._evaluate(step)
         return passes
 
-    def _evaluate(self) -> None:
-        batch = self.draw()
-        outside = self.runtime.begin_evaluation() if self.case.driven else True
+    def _evaluate(self, letter: str) -> None:
+        batch, is_marked = self.draw(), self.case.driven and letter != "O"
+        outside = self.runtime.begin_evaluation() if is_marked else True
         num_seen = [layer.slots.history.num_seen for layer in self.layers]
         with torch.inference_mode() if self.rng.random() < 0.5 else torch.no_grad():
             output, *_ = self.forward(batch, training=False)
             self.result.compare(
                 "evaluation", output, batch.of_rank(self._reference(batch)[0].detach(), self.rank)
             )
-        if self.case.driven:
+        if is_marked:
             self.runtime.end_evaluation(outside)
-            assert not any(layer.slots.lifecycle.load.counts_DE.any() for layer in self.layers)
+            assert letter == "e" or not any(
+                layer.slots.lifecycle.load.counts_DE.any() for layer in self.layers
+            )
         assert [layer.slots.history.num_seen for layer in self.layers] == num_seen
 
     def _reference(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:

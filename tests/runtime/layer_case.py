@@ -35,7 +35,9 @@ class LayerCase:
     routing: str = "skewed"  # or "dropped" (some choices are missing, some tokens have none) or "one_expert"
     tokens: tuple[int, ...] | None = None  # of each rank; some random small numbers by default
     num_iterations: int = 2
-    schedule: str = "FB"  # order of passes of the micro-batches; "E" is an evaluation after the iteration
+    # Order of passes of the micro-batches; "e" is an evaluation between them, "E" one after the iteration,
+    # and "O" a forward pass that nobody marks as one.
+    schedule: str = "FB"
     recompute: str | None = None
     overlaps: bool = True  # Transfers have a group of their own and may begin before the layer.
     early: float = 0.0  # share of the weights that travels beside the experts of the layer before

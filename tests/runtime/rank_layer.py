@@ -89,7 +89,7 @@ class RankLayer:
             on_pass=self._bind,
             **({"await_parameters": self.arrive} if case.late else {}),
         )
-        self._dispatchers: dict[int, Any] = {}
+        self._dispatchers: dict[tuple[int, bool], Any] = {}
         self._arriving: list[tuple[torch.nn.Parameter, Tensor]] = []
         if case.owners is not None:  # Megatron starts with even owners.
             self.move(np.array(case.owners))
@@ -145,12 +145,11 @@ class RankLayer:
 
     def _bind(self, slot_pass: SlotPass) -> None:
         self.used.append(slot_pass)
-        num_slots = slot_pass.slots.slots_per_device
-        if num_slots not in self._dispatchers:
-            self._dispatchers[num_slots] = make_dispatcher(
-                num_slots, self.groups, self._megatron, drops=self.case.routing == "dropped"
-            )
-        self._pass, self._dispatcher = slot_pass, self._dispatchers[num_slots]
+        kind = slot_pass.slots.slots_per_device, slot_pass.splits is not None
+        if kind not in self._dispatchers:
+            self._dispatchers[kind] = make_dispatcher(*kind, self.groups, self._megatron, self.case)
+        self._pass, self._dispatcher = slot_pass, self._dispatchers[kind]
+        self._dispatcher.splits = slot_pass.splits
 
     def forward(self, hidden: Tensor, probs: Tensor, routing_map: Tensor, training: bool = True) -> Tensor:
         """The layer's forward pass, ``[T, M]``."""
@@ -184,10 +183,14 @@ class RankLayer:
                 parameter.main_grad.zero_()
 
 
-def make_dispatcher(num_slots: int, groups: ExpertGroups, megatron: Any, *, drops: bool = False) -> Any:
-    """Megatron's all-to-all dispatcher for a number of slots of each device."""
+def make_dispatcher(
+    num_slots: int, knows_splits: bool, groups: ExpertGroups, megatron: Any, case: LayerCase
+) -> Any:
+    """Megatron's all-to-all dispatcher for a number of slots of each device, or ours that knows the rows."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
 
     with warnings.catch_warnings(action="ignore"):  # about every library that is not installed
         config = TransformerConfig(
@@ -197,10 +200,13 @@ def make_dispatcher(num_slots: int, groups: ExpertGroups, megatron: Any, *, drop
             num_moe_experts=num_slots * groups.num_devices,
             moe_token_dispatcher_type="alltoall",
             add_bias_linear=False,
-            moe_expert_capacity_factor=99.0 if drops else None,
+            moe_router_topk=case.top_k,
+            moe_router_pre_softmax=True,
+            moe_expert_capacity_factor=99.0 if case.routing == "dropped" else None,
         )
     first = groups.device * num_slots
-    return MoEAlltoAllTokenDispatcher(num_slots, list(range(first, first + num_slots)), config, megatron)
+    kind = KnownSplitsDispatcher if knows_splits else MoEAlltoAllTokenDispatcher
+    return kind(num_slots, list(range(first, first + num_slots)), config, megatron)
 
 
 def _experts(rows: Tensor, rows_P: Sequence[int], row_probs: Tensor, parameters_U: Sequence[Any]) -> Tensor:

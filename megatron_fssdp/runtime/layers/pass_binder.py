@@ -48,8 +48,8 @@ class PassBinder:
         room = self._room_for(plan)
         width, first, messages = self._num_replica_slots, local.is_first, local.messages
         key = (digest, width, local.experts, local.groups, first, messages, room)
-        # Plans often stay from one iteration to the next.
-        if not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
+        # Plans often stay from one iteration to the next. The table of what is kept changes with the plan.
+        if is_kept and not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
             return self._last_made[1]
         made = self._make(plan, digest, counts_DE, room, is_kept=is_kept)
         if is_kept:

@@ -7,16 +7,19 @@ routing is drawn; Megatron's whole layer with its router is compared in ``tests/
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.testing import RankError, run_ranks
 
-from ..case_run import CaseResult, compare_with_reference
+from ..case_run import CaseResult, CaseRun, compare_with_reference
 from ..drawn_placements import DrawnPlacements
 from ..layer_case import LayerCase
 from ..one_layer import one_layer
@@ -51,6 +54,8 @@ FOUR = [
         "in-turn": {"overlaps": False, "schedule": "FFBB"},
         "late": {"late": True, "schedule": "FFBB", "has_main_grad": True},
         "frozen": {"frozen": (0,), "inputs": ()},
+        "interrupted": {"schedule": "FeFBeBOE", "top_k": 8, "num_iterations": 3},
+        "expert-each": {"schedule": "FFBBO", "num_experts": 4, "top_k": 1, "recompute": "reentrant"},
         "bf16": {"dtype": torch.bfloat16, "schedule": "FFBB", "has_main_grad": True},
     }.items()
 ] + [
@@ -188,3 +193,22 @@ def test_a_recomputed_pass_has_as_many_slots_as_the_first_one() -> None:
     )
     for result in run_layer_ranks(compare_with_reference, 4, [case]):
         assert max(result[case.name].errors.values()) <= TOLERANCE[case.dtype]
+
+
+def pass_outside_after_owners_only(rank: int, world_size: int) -> float:
+    """The second of three plans has no replicas, and the first pass outside of iterations comes after it."""
+    case = LayerCase("between", placement="everywhere", schedule="FBO", num_layers=1, num_iterations=3)
+    run = CaseRun(case)
+    drawn, evaluate, history = run.strategy.before_gate, run._evaluate, run.layers[0].slots.history
+
+    def before_gate(context: LayerContext, loads: LoadHistory) -> LayerPlan:
+        plan = replace(drawn(context, loads), dispatch_policy="even")
+        return LayerPlan.owners_only(context) if loads.num_seen == 1 else plan
+
+    run.strategy.before_gate = before_gate  # type: ignore[method-assign]
+    run._evaluate = lambda letter: evaluate(letter) if history.num_seen > 1 else None  # type: ignore[method-assign]
+    return max(run.run().errors.values())
+
+
+def test_a_pass_outside_of_iterations_does_not_follow_later_plans() -> None:
+    assert max(run_layer_ranks(pass_outside_after_owners_only, 4)) <= TOLERANCE[torch.float64]
