@@ -8,7 +8,7 @@ import pytest
 from megatron_fssdp.simulation import replay
 from megatron_fssdp.simulation.layer_record import LayerPrices
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
-from megatron_fssdp.strategies.fssdp import fssdp_strategy
+from megatron_fssdp.strategies.fssdp import kept_searches
 from megatron_fssdp.strategies.layer_plan import LastPlans
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
@@ -33,7 +33,7 @@ def test_results_are_those_of_computing_everything_anew(name: str, monkeypatch: 
         "_known_layer",
         lambda self, number, layer, decision, times: self._layer(layer, decision, times, is_first=not number),
     )
-    monkeypatch.setattr(fssdp_strategy, "_same_search", lambda *_: False)
+    monkeypatch.setattr(kept_searches, "_same_seed", lambda *_: False)
     monkeypatch.setattr(replay, "np", Mock(wraps=np, array_equal=lambda *_: False, int64=np.int64))
     anew = outcome_of(name, counts_ILDE)
     for part, seconds_I in kept.parts_s.items():
