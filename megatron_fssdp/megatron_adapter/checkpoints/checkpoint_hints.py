@@ -29,7 +29,7 @@ from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, selecting
 from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def hints_of(session: Session) -> list[CheckpointHint]:
     """Return hints for what a run with the session's strategy may change."""
     strategy, slots, runtime = session.strategy, session.slots, session.runtime
     hints: list[CheckpointHint] = [OwnerHint(slots)] if strategy.moves_owners else []
-    if isinstance(strategy, AutoStrategy):
+    if selecting(strategy):
         hints.append(StrategyHint(strategy, slots))
     if strategy.may_replicate(1) or hints:
         hints.append(LoadHint(slots, runtime))

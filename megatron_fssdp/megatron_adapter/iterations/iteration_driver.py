@@ -37,7 +37,7 @@ from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.decisions import StageLoads, moved_before
 from megatron_fssdp.strategies.layer_plan import LayerPlan
@@ -84,7 +84,7 @@ class IterationDriver:
             resharding = ExpertResharding(owned, devices, copies, model.chunks, optimizer)
             resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
             session.slots.resharding = resharding
-        if isinstance(strategy, AutoStrategy) and session.slots.layers:
+        if selecting(strategy) and session.slots.layers:
             self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:

@@ -15,6 +15,7 @@ from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def keeps_flex(m: MegatronSettings, s: Strategy) -> bool:
 
 
 def _plans_micro_batches(s: Strategy) -> bool:
-    one_of = (s, *getattr(s, "candidates", {}).values())
+    one_of = (s, *(s.candidates.values() if selecting(s) else ()))
     return any(one.replica_life is ReplicaLife.MICRO_BATCH for one in one_of)
 
 
