@@ -20,7 +20,7 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     profile_iterations,
 )
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel
 from megatron_fssdp.planning.compiled_form import source_digest
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
 

@@ -20,8 +20,8 @@ from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
 from megatron_fssdp.megatron_adapter.iterations.balance_report import BalanceReport
-from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
-from megatron_fssdp.megatron_adapter.iterations.memory_report import (
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel
+from megatron_fssdp.megatron_adapter.iterations.start_report import (
     expert_optimizer,
     held_replicas,
     report_memory,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from posixpath import commonpath
 from typing import Any
 
 import torch
@@ -19,13 +20,12 @@ from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal_settings, refused_together
-from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
-from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
-from megatron_fssdp.megatron_adapter.iterations.installation import report_installation
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel, HostSettings
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.iterations.model_marks import optimizer_of
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
+from megatron_fssdp.megatron_adapter.iterations.start_report import report_installation
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
@@ -234,15 +234,10 @@ def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:
     """The smallest module that contains all MoE layers of a chunk, outside of lists of layers."""
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-    paths = [name.split(".") for name, one in ddp.named_modules() if isinstance(one, BaseMoELayer)]
+    paths = [name.replace(".", "/") for name, one in ddp.named_modules() if isinstance(one, BaseMoELayer)]
     if not paths:
         return None
-    first, last = min(paths), max(paths)
-    common = [
-        a
-        for index, (a, b) in enumerate(zip(first, last, strict=False))
-        if first[:index] == last[:index] and a == b
-    ]
+    common = commonpath(paths).split("/")
     if "layers" in common:
         common = common[: common.index("layers")]
     return ddp.get_submodule(".".join(common))
