@@ -35,8 +35,8 @@ NAMES = {
     "KEPT": "slots=2 reshard_interval=0",
     "SAVE": "save=folder ckpt_format=torch_dist",
 }
-# strategy and its settings | Megatron's settings, beside 8 experts on 2 devices | what is refused: the code of
-# a limit, or what the message names; empty if accepted
+# strategy and its settings | Megatron's settings, beside 8 experts on 2 devices | what refuses them: the code
+# of a limit, or words of another message; empty if they are accepted
 TABLE = """
     fssdp | {FLEX} moe_flex_dispatcher_backend=deepep |
     fssdp | {PADDING} |
