@@ -64,9 +64,8 @@ def _check(default: Any, value: Any, module: str = "megatron.core.made_up", **me
 @pytest.mark.parametrize(("default", "value"), [(None, 0), ([], ["x"]), (torch.half, torch.zeros(2, 2))])
 def test_an_unknown_field_may_only_have_its_default(default: Any, value: Any, monkeypatch: Any) -> None:
     _check(default, default)
-    with pytest.raises(ConfigurationError, match=f"new_thing: got .* set {ALLOWED}=new_thing") as refusal:
+    with pytest.raises(ConfigurationError, match=f"new_thing: got .* set {ALLOWED}=new_thing"):
         _check(default, value)
-    assert "\n" not in str(refusal.value)
     monkeypatch.setenv(ALLOWED, "other,new_thing")
     _check(default, value)
 
