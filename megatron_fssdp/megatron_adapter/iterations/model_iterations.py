@@ -8,6 +8,7 @@ many calls of a schedule they are in.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from posixpath import commonpath
 from typing import Any
@@ -30,6 +31,7 @@ from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 
+@dataclass(eq=False)
 class ModelIterations(HostModel):
     """Begins, ends and drops the iterations of a model."""
 
