@@ -16,7 +16,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.decisions import StageLoads, moved_before
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
@@ -109,7 +109,7 @@ def replay_strategy(
     for iteration, counts_ZLDE in enumerate(counts_IZLDE):
         if strategy.profile_iterations and iteration == profiled_at:
             contexts = [replace(context, profile=profile) for context in contexts]
-        if isinstance(strategy, AutoStrategy):
+        if selecting(strategy):
             is_measured = contexts[0].profile is not None
             if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
                 strategy.select(numbers, strategy.price(contexts, histories), None)
@@ -163,7 +163,7 @@ def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:
     first = max(strategy.profile_iterations, int(replicates or strategy.moves_owners or strategy.selects))
 
     def is_turn(iteration: int) -> bool:
-        if isinstance(strategy, AutoStrategy):
+        if selecting(strategy):
             return strategy.selects_at(iteration, iteration)
         if isinstance(strategy, ResidentReplicas):
             return strategy.replicates_at(iteration)

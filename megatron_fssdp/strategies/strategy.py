@@ -52,7 +52,7 @@ class Strategy[Settings: PlacementSettings](ABC):
         shares_plans: Ability: one rank, always the same, may ask :meth:`before_gate` for a layer and send the
             plan to the others. What the method remembers belongs to one layer, and :meth:`after_gate` does
             not need it.
-        selects: Whether layers have other strategies, as under ``auto``.
+        selects: Whether layers have other strategies, which the methods of ``auto`` select.
         package: Package that registered the strategy, for messages.
     """
 

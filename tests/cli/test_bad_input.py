@@ -86,52 +86,52 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "named"),  # the words that the line has: options, values and files
     [
         # numbers
         (train("--nproc", "four"), "--nproc"),
         ((*SIMULATE, "--loads", "W0", "--iterations", 10**12), "--iterations"),
-        ((*SIMULATE, "--cluster-set", "num_nodes=0"), "num_nodes: got 0"),
+        ((*SIMULATE, "--cluster-set", "num_nodes=0"), "--cluster-set num_nodes 0"),
         ((*SIMULATE, "--strategies", ","), "--strategies"),
-        ((*BUILD, "--tokenizer", "bpe", "--vocab-size", -1), "--vocab-size: got -1"),
+        ((*BUILD, "--tokenizer", "bpe", "--vocab-size", -1), "--vocab-size -1"),
         # names and files that do not exist
-        (("train", "nowhere.yaml"), "nowhere.yaml: no such file"),
-        (("train", "done"), "done: is a directory"),
+        (("train", "nowhere.yaml"), "nowhere.yaml"),
+        (("train", "done"), "done:"),
         (("train",), "CONFIG.yaml"),
-        ((*SIMULATE, "--loads", "nowhere"), "or give the folder of a run"),
-        ((*SIMULATE, "--loads", "W33"), "did you mean 'W3'"),
-        ((*SIMULATE, "--strategies", "ep,fsdp"), "did you mean 'fssdp'"),
+        ((*SIMULATE, "--loads", "nowhere"), "--loads 'nowhere'"),
+        ((*SIMULATE, "--loads", "W33"), "--loads 'W33' 'W3'"),
+        ((*SIMULATE, "--strategies", "ep,fsdp"), "'fsdp' 'fssdp'"),
         ((*SIMULATE, "--set", "model.num_experts=null", *ONE_RANK), "num_experts"),
-        (("report", "nowhere"), "no such file"),
-        (("report", "done/metrics.jsonl"), "metrics.jsonl: is a file, wanted the folder of a run"),
-        (("compare", "done", "done/../done"), "got the same run twice"),
-        ((*REPORT, "--cluster", "nowhere"), "unknown cluster"),
-        (("report", "done", "--out", "run.yaml/below.html"), "run.yaml: is not a folder"),
-        (("report", "done", "--out", "done"), "--out done: is a folder, wanted a file"),
+        (("report", "nowhere"), "nowhere/"),
+        (("report", "done/metrics.jsonl"), "done/metrics.jsonl:"),
+        (("compare", "done", "done/../done"), "compare: twice"),
+        ((*REPORT, "--cluster", "nowhere"), "cluster 'nowhere'"),
+        (("report", "done", "--out", "run.yaml/below.html"), "--out run.yaml"),
+        (("report", "done", "--out", "done"), "--out done:"),
         (("configs", "nowhere.yaml"), "nowhere.yaml"),
-        (("data", "build", "nowhere", "--out", "new"), "nowhere: no such file or folder"),
-        (("frobnicate",), "No such command 'frobnicate'"),
+        (("data", "build", "nowhere", "--out", "new"), "nowhere:"),
+        (("frobnicate",), "'frobnicate'"),
         # outputs that cannot be written
-        ((*SIMULATE, "--out", "run.yaml"), "--out run.yaml: is not a folder"),
+        ((*SIMULATE, "--out", "run.yaml"), "--out run.yaml:"),
         *(
-            ((*words, "--out", "/proc/none/x"), "got /proc, where nothing can be written")
+            ((*words, "--out", "/proc/none/x"), "--out /proc/none/x: /proc,")
             for words in (("train", "run.yaml"), SIMULATE, REPORT, PROFILE, BUILD)
         ),
         # outputs that are somebody else's
-        ((*PROFILE, "--out", "cluster.yaml"), "cluster.yaml: exists, and this command did not write it"),
-        (("report", "done", "--out", "text.txt"), "text.txt: exists, and this command did not write it"),
-        ((*SIMULATE, "--out", "."), "would replace --cluster cluster.yaml"),
-        (("data", "build", "data", "--out", "data"), "--out data: lies in the text's folder"),
+        ((*PROFILE, "--out", "cluster.yaml"), "--out cluster.yaml:"),
+        (("report", "done", "--out", "text.txt"), "--out text.txt:"),
+        ((*SIMULATE, "--out", "."), "--out .: --cluster cluster.yaml"),
+        (("data", "build", "data", "--out", "data"), "--out data:"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_wrong_arguments_give_one_line_and_change_nothing(
-    place: Path, command: Callable, arguments, words: str
+    place: Path, command: Callable, arguments, named: str
 ) -> None:
     before = contents(place)
     code, out, err = command(*arguments)
     assert_refused(code, out, err)
-    assert words in err
+    assert all(word in err for word in named.split())
     assert contents(place) == before
 
 
@@ -149,7 +149,7 @@ def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(
     assert code == 2, err
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1
-    assert "cannot be written (File too large)" in err
+    assert "File too large" in err
     left = {name: content for name, content in contents(place).items() if before.get(name) != content}
     # An interrupted build leaves its finished parts. Data is complete only with a manifest.
     assert all(

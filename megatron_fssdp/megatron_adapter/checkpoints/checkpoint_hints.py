@@ -29,7 +29,7 @@ from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, selecting
 from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def hints_of(session: Session) -> list[CheckpointHint]:
     """Return hints for what a run with the session's strategy may change."""
     strategy, slots, runtime = session.strategy, session.slots, session.runtime
     hints: list[CheckpointHint] = [OwnerHint(slots)] if strategy.moves_owners else []
-    if isinstance(strategy, AutoStrategy):
+    if selecting(strategy):
         hints.append(StrategyHint(strategy, slots))
     if strategy.may_replicate(1) or hints:
         hints.append(LoadHint(slots, runtime))
@@ -155,7 +155,7 @@ def add(session: Session) -> None:
 
 @cache  # once in a process
 def _install() -> None:
-    wrap_save(dist_checkpointing)
+    wrap(dist_checkpointing, "save", save_with_new_marks)
     # Both functions of megatron-core look these up when they are called.
     wrap(serialization, "save_preprocess", _save_hints)
     wrap(serialization, "load_preprocess", _expect_experts)
@@ -202,29 +202,25 @@ def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -
         _log(logging.WARNING, f"the checkpoint's {hint.key} are not used: {reason}")
 
 
-def wrap_save(dist_checkpointing: Any) -> None:
-    """Wrap ``save`` of ``megatron.core.dist_checkpointing``, so that it first deletes the marks.
+def save_with_new_marks(
+    save: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Save by ``megatron.core.dist_checkpointing``, which first deletes the marks.
 
     A run that resumes from an earlier iteration saves into folders that hold complete checkpoints. If such a
     save were killed, old marks would make a checkpoint of a mixture of old and new data.
     """
-
-    def save_with_new_marks(
-        save: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        # No rank writes data before the deletion, because all ranks plan the save with rank 0 first.
-        if dist.get_rank() == 0:
-            for name in _MARKS:
-                (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)
-        for given in (*args, *kwargs.values()) if any(one.strategy.moves_owners for one in _alive()) else ():
-            for strategy in (given, getattr(given, "base_strategy", None)):
-                for name in ("do_cache_distribution", "use_cached_ckpt_structure"):
-                    if hasattr(strategy, name):
-                        setattr(strategy, name, False)  # Experts move between saves, so each needs a plan.
-        with naming_failures(f"saving {checkpoint_dir}"):
-            return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-    wrap(dist_checkpointing, "save", save_with_new_marks)
+    # No rank writes data before the deletion, because all ranks plan the save with rank 0 first.
+    if dist.get_rank() == 0:
+        for name in _MARKS:
+            (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)
+    for given in (*args, *kwargs.values()) if any(one.strategy.moves_owners for one in _alive()) else ():
+        for strategy in (given, getattr(given, "base_strategy", None)):
+            for name in ("do_cache_distribution", "use_cached_ckpt_structure"):
+                if hasattr(strategy, name):
+                    setattr(strategy, name, False)  # Experts move between saves, so each needs a plan.
+    with naming_failures(f"saving {checkpoint_dir}"):
+        return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 def fitting_owners(

@@ -23,11 +23,10 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 ShardedStateDict = dict[str, Any]
-CurrentOwners = Callable[[], StageOwners | None]
 
 _OWNER_LAYER = "layer_number_by_fssdp"
 _SLOTS = "slots_of_fssdp"
@@ -38,7 +37,7 @@ _LOCAL_INDEX = re.compile(r"local_experts\.(\d+)\..*|.*\.(?:weight|bias|_extra_s
 
 def follow_owners(experts: Any, layer: int, slots: ExpertSlots) -> None:
     """Make the sharded state dict of a layer's experts follow the owner map, in which it has this index."""
-    experts.sharded_state_dict = partial(_state_with_slots, experts, layer, slots)
+    experts.sharded_state_dict = partial(_state_by_owner, experts, layer, slots)
     _wrap_blocks()
 
 
@@ -54,7 +53,7 @@ def _wrap_blocks() -> None:
     wrap(HybridStack, "sharded_state_dict", _block_state)
 
 
-def _state_with_slots(
+def _state_by_owner(
     experts: Any,
     layer: int,
     slots: ExpertSlots,
@@ -65,22 +64,10 @@ def _state_with_slots(
     form = (metadata or {}).get("distrib_optim_sharding_type")
     if form not in (None, *DistributedOptimizer.checkpoint_fully_reshardable_formats):
         slots.go_home()  # Other formats store optimizer states by their position in a bucket.
-    state = _state_by_owner(experts, layer, slots.stage_owners, prefix, sharded_offsets, metadata)
+    state: ShardedStateDict = type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
     for entry in state.values():
         setattr(entry, _SLOTS, slots)
-    return state
-
-
-def _state_by_owner(
-    experts: Any,
-    layer: int,
-    current: CurrentOwners,
-    prefix: str = "",
-    sharded_offsets: Any = (),
-    metadata: Any = None,
-) -> ShardedStateDict:
-    state: ShardedStateDict = type(experts).sharded_state_dict(experts, prefix, sharded_offsets, metadata)
-    stage, device = current(), experts.ep_group.rank()
+    stage, device = slots.stage_owners(), experts.ep_group.rank()
     if stage is None or stage.owners.is_even:
         return state
     contents, number = stage.contents(device, layer), stage.layer_numbers[layer]

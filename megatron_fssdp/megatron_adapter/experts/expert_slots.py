@@ -64,9 +64,8 @@ class ExpertSlots:
     def __init__(self) -> None:
         self.layers: list[SlotLayer] = []  # all layers of the owner map
         self.resharding: ExpertResharding | None = None  # set if the strategy moves owners
-        self.saved_owners: OwnerMap | None = (
-            None  # of the checkpoint that was loaded, until owners move there
-        )
+        # Of the checkpoint that was loaded, until owners move there.
+        self.saved_owners: OwnerMap | None = None
         # Before experts go home, which may refuse; and when experts have moved.
         self.before_home: Callable[[], None] = lambda: None
         self.on_move: Callable[[], None] = lambda: None

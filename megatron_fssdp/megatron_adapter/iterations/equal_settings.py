@@ -20,9 +20,9 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     profile_iterations,
 )
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel
 from megatron_fssdp.planning.compiled_form import source_digest
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 
 _SIZES = ("num_experts", "num_layers", "hidden_size", "seq_length")
 _COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
@@ -87,7 +87,7 @@ def _facts(model: HostModel) -> dict[str, Any]:
     if model.session is not None:
         strategy = model.session.strategy
         # A candidate of another package is left out on ranks on which it cannot be built.
-        if isinstance(strategy, AutoStrategy):
+        if selecting(strategy):
             facts["strategies to select from"] = tuple(strategy.candidates)
         facts[PROFILE_VARIABLE], facts[CHECK_VARIABLE] = profile_iterations(), checks_plans()
         # The order in which a rank issues its messages depends on it.

@@ -1,8 +1,11 @@
-"""What a host says about its training: Megatron's names, in whatever objects the host keeps them."""
+"""A host's training: its settings by Megatron's names, wherever the host keeps them, and its model."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
+
+from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,17 @@ class HostSettings:
         """All names with their values."""
         names = dict.fromkeys(name for one in self.sources for name in vars(one))
         return ((name, getattr(self, name)) for name in names)
+
+
+@dataclass(eq=False)
+class HostModel:
+    """A model that a host trains under a strategy: what the files around its iterations need to know of it.
+
+    The ``session`` is ``None`` under ``none``.
+    """
+
+    name: str  # of the strategy
+    settings: StrategySettings
+    host: HostSettings
+    session: StrategySession | None
+    chunks: list[Any] = field(default_factory=list, init=False)  # of this rank, as DDP wraps them

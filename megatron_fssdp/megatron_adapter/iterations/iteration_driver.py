@@ -20,8 +20,8 @@ from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
 from megatron_fssdp.megatron_adapter.iterations.balance_report import BalanceReport
-from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
-from megatron_fssdp.megatron_adapter.iterations.memory_report import (
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel
+from megatron_fssdp.megatron_adapter.iterations.start_report import (
     expert_optimizer,
     held_replicas,
     report_memory,
@@ -37,7 +37,7 @@ from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.decisions import StageLoads, moved_before
 from megatron_fssdp.strategies.layer_plan import LayerPlan
@@ -84,7 +84,7 @@ class IterationDriver:
             resharding = ExpertResharding(owned, devices, copies, model.chunks, optimizer)
             resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
             session.slots.resharding = resharding
-        if isinstance(strategy, AutoStrategy) and session.slots.layers:
+        if selecting(strategy) and session.slots.layers:
             self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:

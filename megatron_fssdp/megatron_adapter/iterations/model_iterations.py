@@ -8,37 +8,34 @@ many calls of a schedule they are in.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from posixpath import commonpath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal_settings, refused_together
-from megatron_fssdp.megatron_adapter.iterations.host_model import HostModel
-from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
-from megatron_fssdp.megatron_adapter.iterations.installation import report_installation
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.iterations.model_marks import optimizer_of
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
+from megatron_fssdp.megatron_adapter.iterations.start_report import report_installation
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
-from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 
+@dataclass(eq=False)
 class ModelIterations(HostModel):
     """Begins, ends and drops the iterations of a model."""
 
-    def __init__(
-        self, name: str, settings: StrategySettings, host: HostSettings, session: StrategySession | None
-    ) -> None:
-        super().__init__(name, settings, host, session)
+    def __post_init__(self) -> None:
         self.driver: IterationDriver | None = None
         self.recorder: RunRecorder | None = None
         self._is_known = False  # The optimizer was found, and all that needs it was built.
@@ -50,11 +47,11 @@ class ModelIterations(HostModel):
         self._num_done = 0
         self._facts = IterationFacts()
         self._began_s = 0.0
-        is_recorded = settings.record_dir is not None or host.has_boards
-        self._stock = StockLoads() if session is None and is_recorded else None
-        if session is not None:
-            session.slots.before_home, session.slots.on_move = self._leave, self._note_move
-            session.runtime.measure |= host.has_boards  # Layers read this when they join.
+        is_recorded = self.settings.record_dir is not None or self.host.has_boards
+        self._stock = StockLoads() if self.session is None and is_recorded else None
+        if self.session is not None:
+            self.session.slots.before_home, self.session.slots.on_move = self._leave, self._note_move
+            self.session.runtime.measure |= self.host.has_boards  # Layers read this when they join.
 
     def num_chunks_missing(self, config: Any) -> int:
         """Chunks of this rank that DDP has not wrapped."""
@@ -234,15 +231,10 @@ def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:
     """The smallest module that contains all MoE layers of a chunk, outside of lists of layers."""
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-    paths = [name.split(".") for name, one in ddp.named_modules() if isinstance(one, BaseMoELayer)]
+    paths = [name.replace(".", "/") for name, one in ddp.named_modules() if isinstance(one, BaseMoELayer)]
     if not paths:
         return None
-    first, last = min(paths), max(paths)
-    common = [
-        a
-        for index, (a, b) in enumerate(zip(first, last, strict=False))
-        if first[:index] == last[:index] and a == b
-    ]
+    common = commonpath(paths).split("/")
     if "layers" in common:
         common = common[: common.index("layers")]
     return ddp.get_submodule(".".join(common))

@@ -139,7 +139,7 @@ class RunRecorder:
             memory = "allocated" if torch.cuda.is_available() else "resident"
             metrics = IterationMetrics(
                 iteration=iteration,
-                lm_loss=next((stage.mean_loss for stage in reversed(stages) if stage.loss), math.nan),
+                lm_loss=next((of.loss[0] / of.loss[1] for of in reversed(stages) if of.loss), math.nan),
                 grad_norm=None if facts.grad_norm is None else float(facts.grad_norm),
                 iteration_s=facts.iteration_s,
                 tokens_per_s=batch_size * facts.seq_length / facts.iteration_s,

@@ -44,12 +44,6 @@ class RankRecord:
     cores: int = field(default_factory=usable_cores)
     peak_bytes: int = field(default_factory=_peak_bytes)
 
-    @property
-    def mean_loss(self) -> float:
-        """The mean of the losses, which must be known."""
-        assert self.loss is not None
-        return self.loss[0] / self.loss[1]
-
 
 def gathered(
     loss: tuple[float, float] | None,

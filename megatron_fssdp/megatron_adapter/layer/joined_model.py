@@ -19,7 +19,7 @@ def join(model: torch.nn.Module, session: StrategySession) -> list[StrategyMoELa
     Raises:
         ConfigurationError: A layer is of a class that is not known, or cannot be served.
     """
-    for layer, _ in _layers(model):
+    for layer in _layers(model):
         if type(layer) is not MoELayer:
             raise ConfigurationError(
                 f"--moe-strategy {session.strategy_name}: got an MoE layer of class {type(layer).__module__}."
@@ -35,8 +35,7 @@ def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int | None]]:
     If a model has two layers of the same number, as with a teacher inside, those whose experts are frozen are
     left out.
     """
-    before = dict(_predicted(model))
-    places = {layer: (before.get(layer), layer.layer_number) for layer, _ in _layers(model)}
+    places = _places(model)
     numbers = Counter(places.values())
     return [
         (layer, place[0])
@@ -47,12 +46,16 @@ def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int | None]]:
 
 def numbers_of(model: torch.nn.Module) -> set[tuple[int | None, int]]:
     """What tells apart the MoE layers of one model: their numbers, and where predicted tokens are."""
+    return set(_places(model).values())
+
+
+def _places(model: torch.nn.Module) -> dict[Any, tuple[int | None, int]]:
     before = dict(_predicted(model))
-    return {(before.get(layer), layer.layer_number or 0) for layer, _ in _layers(model)}
+    return {layer: (before.get(layer), layer.layer_number or 0) for layer in _layers(model)}
 
 
-def _layers(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
-    return ((one, name) for name, one in model.named_modules() if isinstance(one, BaseMoELayer))
+def _layers(model: torch.nn.Module) -> Iterator[Any]:
+    return (one for one in model.modules() if isinstance(one, BaseMoELayer))
 
 
 def _predicted(model: torch.nn.Module) -> Iterator[tuple[Any, int]]:
@@ -64,4 +67,4 @@ def _predicted(model: torch.nn.Module) -> Iterator[tuple[Any, int]]:
     for module in model.modules():
         if isinstance(module, MultiTokenPredictionLayer):
             before = (module.layer_number - 1) * len(module.mtp_layer_pattern or "")
-            yield from ((layer, before) for layer, _ in _layers(module))
+            yield from ((layer, before) for layer in _layers(module))

@@ -62,7 +62,7 @@ class StrategyMoELayer(MoELayer):
         groups = session.expert_groups(self.ep_group, pg_collection.expt_tp, pg_collection.tp_ep)
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
         context = LayerContext(
-            self._global_number(),
+            global_number(self, later_layers_before),
             owner_E,
             groups.topology,
             shares_evenly=settings.captures_preprocess,
@@ -92,7 +92,7 @@ class StrategyMoELayer(MoELayer):
         self._dispatchers = SlotDispatchers(self, session, settings, groups, pg_collection)
         # Layers of multi-token prediction keep their owners, because their checkpoint keys have another form.
         self._index: int | None = None
-        if self._later_layers_before is None:
+        if later_layers_before is None:
             self._index = session.slots.add_layer(self.slot_layer, self._slot_experts)
             follow_owners(self.experts, self._index, session.slots)
             check_named_copies(self.experts, self._index, session.slots)
@@ -106,10 +106,7 @@ class StrategyMoELayer(MoELayer):
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer's number. Megatron calls this after it has built the layer."""
         super().set_layer_number(layer_number)
-        self.slot_layer.lifecycle.renumber(self._global_number())
-
-    def _global_number(self) -> int:
-        return global_number(self, self._later_layers_before)
+        self.slot_layer.lifecycle.renumber(global_number(self, self._later_layers_before))
 
     def _await_parameters(self) -> None:
         if self._index is None:

@@ -15,6 +15,7 @@ from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _DELAYING = "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-
 class Limit(NamedTuple):
     """Something that is refused: its name, when it is the case, and the user's next step or the effect."""
 
+    code: str  # which stays when the words change
     what: str
     is_met: Callable[[MegatronSettings, Strategy], object]
     advice: str
@@ -40,7 +42,7 @@ def keeps_flex(m: MegatronSettings, s: Strategy) -> bool:
 
 
 def _plans_micro_batches(s: Strategy) -> bool:
-    one_of = (s, *getattr(s, "candidates", {}).values())
+    one_of = (s, *(s.candidates.values() if selecting(s) else ()))
     return any(one.replica_life is ReplicaLife.MICRO_BATCH for one in one_of)
 
 
@@ -58,63 +60,66 @@ def _has_fixed_slots(s: Strategy) -> bool:
 # The histories of delayed scaling belong to the position of an expert in the module, which has other experts
 # from iteration to iteration. Local graphs contain the end of a layer, where the next transfers start.
 EVERY: tuple[Limit, ...] = (
-    Limit("biases of experts under expert tensor parallelism", lambda m, _: m.parts > 1 and m.add_bias_linear,
+    Limit("biases_in_parts", "biases of experts under expert tensor parallelism",
+        lambda m, _: m.parts > 1 and m.add_bias_linear,
         "add --disable-bias-linear, or --expert-tensor-parallel-size 1"),
-    Limit("biases of experts under sequence parallelism",
+    Limit("biases_of_sequences", "biases of experts under sequence parallelism",
         lambda m, _: m.tensor_ranks > 1 and not m.equal_tokens and m.add_bias_linear,
         "add --disable-bias-linear"),
-    Limit("parameters in fp8 or fp4", lambda m, _: m.quantizes_parameters,
+    Limit("quantized_parameters", "parameters in fp8 or fp4", lambda m, _: m.quantizes_parameters,
         "weights travel to replicas in bf16, fp16 or fp32, and Transformer Engine quantizes them there: "
         "remove --fp8-param-gather and --fp4-param-gather"),
-    Limit("delayed or custom scaling in fp8 or fp4, and quantization of single modules",
+    Limit("kept_scales", "delayed or custom scaling in fp8 or fp4, and quantization of single modules",
         lambda m, _: (m.fp8 and m.fp8_recipe not in ("tensorwise", "blockwise", "mxfp8"))
         or (m.fp4 and m.fp4_recipe == "custom") or m.quantizes_modules,
         "scales come from earlier iterations, and a device computes other experts in each of them: use "
         "--fp8-recipe tensorwise, blockwise or mxfp8, and remove --te-precision-config-file and kitchen"),
-    Limit("fp8 or fp4 without grouped experts", lambda m, _: (m.fp8 or m.fp4) and not m.moe_grouped_gemm,
+    Limit("quantized_single", "fp8 or fp4 without grouped experts",
+        lambda m, _: (m.fp8 or m.fp4) and not m.moe_grouped_gemm,
         "add --moe-grouped-gemm"),
-    Limit("CUDA graphs of an iteration, a layer or an MoE layer, and --cuda-graph-impl local",
+    Limit("layer_graphs", "CUDA graphs of an iteration, a layer or an MoE layer, and --cuda-graph-impl local",
         lambda m, _: m.cuda_graph_impl not in (None, "none", "transformer_engine") or m.enable_cuda_graph
         or m.captured & {"full", "moe"},
         "transfers and experts change between iterations: use --cuda-graph-impl transformer_engine with "
         "--cuda-graph-modules attn, mlp, mamba, moe_router or moe_preprocess, or --cuda-graph-impl none"),
-    Limit("CUDA graphs of the router (--cuda-graph-modules moe_router) under tensor parallelism without "
-        "sequence parallelism", lambda m, _: "moe_router" in m.captured and m.equal_tokens,
+    Limit("graph_router", "CUDA graphs of the router (--cuda-graph-modules moe_router) under tensor "
+        "parallelism without sequence parallelism",
+        lambda m, _: "moe_router" in m.captured and m.equal_tokens,
         "there the strategy divides the tokens around the router: add --sequence-parallel, or remove "
         "moe_router"),
-    Limit("one weight tensor for all experts", lambda m, _: m.one_grouped_tensor,
+    Limit("grouped_weight", "one weight tensor for all experts", lambda m, _: m.one_grouped_tensor,
         "each expert has its own owner: remove --moe-single-grouped-weight and --moe-single-grouped-bias"),
-    Limit("layers that compute a micro-batch in chunks", lambda m, _: m.mlp_chunks_for_training > 1,
+    Limit("chunks", "layers that compute a micro-batch in chunks", lambda m, _: m.mlp_chunks_for_training > 1,
         "remove --mlp-chunks-for-training"),
-    Limit("grouped tensors of Transformer Engine, hyper-connections (mHC), mxfp8 or zero copies in NCCL EP, "
-        "torch.autocast, and offloading of whole layers",
+    Limit("never_run", "grouped tensors of Transformer Engine, hyper-connections (mHC), mxfp8 or zero copies "
+        "in NCCL EP, torch.autocast, and offloading of whole layers",
         lambda m, _: (m.moe_use_grouped_tensor and not m.use_transformer_engine_op_fuser) or m.never_run
         or m.sends_mxfp8 or m.cpu_offloading_num_layers > 0,
         "never run with experts in slots: remove --moe-use-grouped-tensor, --enable-mhc-connections, "
         "--moe-dispatch-fwd-dtype, --moe-combine-bwd-dtype, --moe-ncclep-zero-copy, enable_autocast and "
         "--cpu-offloading-num-layers"),
-    Limit("a dispatcher or back end that is not known",
+    Limit("unknown_dispatcher", "a dispatcher or back end that is not known",
         lambda m, _: m.moe_token_dispatcher_type not in (None, "allgather", "alltoall", "flex")
         or m.flex not in (None, "deepep", "hybridep", "ncclep"),
         "it may limit the number of slots: use --moe-token-dispatcher-type alltoall"),
-    Limit("fully sharded data parallelism of the whole model", lambda m, _: m.other_ddp,
+    Limit("other_ddp", "fully sharded data parallelism of the whole model", lambda m, _: m.other_ddp,
         "use Megatron's DDP: remove --use-megatron-fsdp, --use-torch-fsdp2 and "
         "--init-model-with-meta-device"),
-    Limit("weight rematerialization over GTP", lambda m, _: m.weight_shards > 1,
+    Limit("gtp", "weight rematerialization over GTP", lambda m, _: m.weight_shards > 1,
         "remove --expert-tensor-parallel-num-weight-shards and --tensor-parallel-num-weight-shards"),
-    Limit("grouped products of CUTLASS (NVTE_USE_CUTLASS_GROUPED_GEMM) with --grad-reduce-in-bf16",
+    Limit("cutlass", "grouped products of CUTLASS (NVTE_USE_CUTLASS_GROUPED_GEMM) with --grad-reduce-in-bf16",
         lambda m, _: m.uses_cutlass and m.grad_reduce_in_bf16,
         "they take one data type for the gradients of all experts, and those of replicas are in fp32: unset "
         "the variable, or remove --grad-reduce-in-bf16"),
-    Limit("paged stashing", lambda m, _: m.moe_paged_stash, "remove --moe-paged-stash"),
-    Limit("a --transformer-impl for inference",
+    Limit("paged_stash", "paged stashing", lambda m, _: m.moe_paged_stash, "remove --moe-paged-stash"),
+    Limit("inference", "a --transformer-impl for inference",
         lambda m, _: m.transformer_impl not in (None, "local", "transformer_engine"),
         "use --transformer-impl local or transformer_engine"),
-    Limit("saved activations, data gradients and tokens of experts", lambda m, _: m.saves_slots,
+    Limit("saved_rows", "saved activations, data gradients and tokens of experts", lambda m, _: m.saves_slots,
         "the files would have rows of slots under names of experts: remove --save-activations-interval, "
         "--save-dgrads-interval and --save-tokens-per-expert-interval"),
-    Limit("upcycling, RL, frozen models, restarts in a process, fake groups, and context parallelism in "
-        "varying sizes", lambda m, _: m.other_training,
+    Limit("other_training", "upcycling, RL, frozen models, restarts in a process, fake groups, and context "
+        "parallelism in varying sizes", lambda m, _: m.other_training,
         "plans are for ranks and micro-batches of one training: remove --moe-use-upcycling, "
         "--perform-rl-step, --freeze-all-layers, --inprocess-restart, --fake-process-group and "
         "--hybrid-context-parallel"),
@@ -124,77 +129,81 @@ EVERY: tuple[Limit, ...] = (
 # Transformer Engine calls DDP's hooks of the module in which a Parameter is registered. After a re-shard, the
 # Parameter may hold an expert of another layer, whose gradients come later.
 SOME: tuple[Limit, ...] = (
-    Limit("--moe-token-dispatcher-type flex without sequence parallelism",
+    Limit("flex_equal_tokens", "--moe-token-dispatcher-type flex without sequence parallelism",
         lambda m, _: m.flex and m.equal_tokens,
         "there the strategy divides the tokens and sends them itself: add --sequence-parallel"),
-    Limit("smart_schedule or exchange without sequence parallelism",
+    Limit("steps_equal_tokens", "smart_schedule or exchange without sequence parallelism",
         lambda m, s: (s.travel.smart_schedule or s.travel.exchange != "megatron") and m.equal_tokens,
         "there tokens are divided by a schedule of Parm, and each has steps of its own to send them: add "
         "--sequence-parallel, or remove smart_schedule and exchange"),
-    Limit("--moe-token-dispatcher-type flex with a schedule, steps or an exchange of the plugin",
+    Limit("flex_send", "--moe-token-dispatcher-type flex with a schedule, steps or an exchange of the plugin",
         lambda m, s: m.flex and (s.travel.smart_schedule is True or s.travel.exchange == "deduplicated"
                                  or (m.tensor_ranks > 1 and not keeps_flex(m, s))),
         "two dispatchers exclude each other: use --moe-token-dispatcher-type alltoall, or remove schedule, "
         "smart_schedule and exchange"),
-    Limit("delayed weight gradients with smart_schedule", lambda m, s: m.delays and s.travel.smart_schedule,
+    Limit("delay_steps", "delayed weight gradients with smart_schedule",
+        lambda m, s: m.delays and s.travel.smart_schedule,
         "its steps run the experts several times in a pass, and Megatron delays the gradients of one run: "
         f"remove {_DELAYING}, or smart_schedule"),
-    Limit("delayed weight gradients with replicas of single micro-batches (fastermoe, quota)",
+    Limit("delay_passes", "delayed weight gradients with replicas of single micro-batches (fastermoe, quota)",
         lambda m, s: m.delays and _plans_micro_batches(s),
         f"the slots have other experts when the gradients are computed: remove {_DELAYING}"),
-    Limit("delayed weight gradients with re-sharding", lambda m, s: m.delays and s.moves_owners,
+    Limit("delay_reshards", "delayed weight gradients with re-sharding",
+        lambda m, s: m.delays and s.moves_owners,
         "DDP would reduce gradients of moved experts before they are computed: set reshard_interval=0, or "
         f"remove {_DELAYING}"),
-    Limit("--moe-router-padding-for-quantization with schedule=s2",
+    Limit("padding_s2", "--moe-router-padding-for-quantization with schedule=s2",
         lambda m, s: m.pads_rows and s.travel.schedule == "s2" and m.equal_tokens,
         "a tensor-parallel rank's share of the padded rows is no multiple: use another schedule"),
-    Limit("--cuda-graph-modules moe_preprocess with a schedule, steps or an exchange of the plugin",
+    Limit("graph_send",
+        "--cuda-graph-modules moe_preprocess with a schedule, steps or an exchange of the plugin",
         lambda m, s: m.captures_preprocess and (s.travel.smart_schedule or s.travel.exchange != "megatron"
                                                 or (m.tensor_ranks > 1 and s.travel.schedule != "megatron")),
         "they are decided before the graph or wait in it: remove moe_preprocess"),
-    Limit("--cuda-graph-modules moe_preprocess with an expert capacity",
+    Limit("graph_capacity", "--cuda-graph-modules moe_preprocess with an expert capacity",
         lambda m, _: m.captures_preprocess and m.moe_expert_capacity_factor is not None,
         "numbers of rows vary with slots, also of padded experts: remove moe_preprocess"),
-    Limit("--cuda-graph-modules moe_preprocess with plans after the gate (fastermoe, quota, planner=hecate)",
+    Limit("graph_after_gate",
+        "--cuda-graph-modules moe_preprocess with plans after the gate (fastermoe, quota, planner=hecate)",
         lambda m, s: m.captures_preprocess and (_plans_micro_batches(s) or s.asks_after_gate(1)),
         "the graph would have the slots before the plan is made: remove moe_preprocess, or use another "
         "strategy"),
-    Limit("--cuda-graph-modules moe_preprocess without fixed slots",
+    Limit("graph_slots", "--cuda-graph-modules moe_preprocess without fixed slots",
         lambda m, s: m.captures_preprocess and (s.moves_owners or not _has_fixed_slots(s)),
         "the graph contains their number: set slots and reshard_interval=0, or remove moe_preprocess"),
-    Limit("--moe-flex-dispatcher-backend ncclep without fixed slots",
+    Limit("nccl_slots", "--moe-flex-dispatcher-backend ncclep without fixed slots",
         lambda m, s: m.flex == "ncclep" and not _has_fixed_slots(s),
         "NCCL EP has one number of experts in a process: set slots, or use another back end"),
-    Limit("--moe-latent-size under tensor parallelism without sequence parallelism",
+    Limit("latent_tokens", "--moe-latent-size under tensor parallelism without sequence parallelism",
         lambda m, _: m.equal_tokens and m.moe_latent_size,
         "there its projections get only a part of the tokens: add --sequence-parallel"),
-    Limit("router=topology_aware with another selection, a fused kernel or a graph of the router",
+    Limit("topology", "router=topology_aware with another selection, a fused kernel or a graph of the router",
         lambda m, s: getattr(s.settings, "router", "stock") == "topology_aware" and (
             m.changes_router or "moe_router" in m.captured
             or m.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing")),
         "remove --moe-router-fusion, --moe-enable-routing-replay, --moe-router-group-topk, sinkhorn, "
         "quantile_balancing and moe_router of --cuda-graph-modules, or use router=stock"),
-    Limit("smart_schedule with expert tensor parallelism",
+    Limit("steps_in_parts", "smart_schedule with expert tensor parallelism",
         lambda m, s: s.travel.smart_schedule and m.parts > 1 and m.devices > 1,
         "it needs whole experts: use smart_schedule=false or --expert-tensor-parallel-size 1"),
-    Limit("--use-precision-aware-optimizer and --optimizer-cuda-graph with re-sharding or resident replicas "
-        "(flexmoe)", lambda m, s: (s.moves_owners or s.resident_slots) and m.other_states,
+    Limit("other_states", "--use-precision-aware-optimizer and --optimizer-cuda-graph with re-sharding or "
+        "resident replicas (flexmoe)", lambda m, s: (s.moves_owners or s.resident_slots) and m.other_states,
         f"states move in fp32, and these store them in other forms or places: remove them, or {KEEP_OWNERS}"),
-    Limit("MuP with resident replicas (flexmoe)", lambda m, s: s.resident_slots and m.use_mup,
+    Limit("mup", "MuP with resident replicas (flexmoe)", lambda m, s: s.resident_slots and m.use_mup,
         "replicas would miss its learning rates: remove --use-mup"),
-    Limit("fp16 with resident replicas (flexmoe)", lambda m, s: s.resident_slots and m.fp16,
+    Limit("fp16", "fp16 with resident replicas (flexmoe)", lambda m, s: s.resident_slots and m.fp16,
         "its loss scale may skip an optimizer step, and replicas have their own: use --bf16 or fp32"),
-    Limit("a --ckpt-format other than torch_dist with re-sharding",
+    Limit("ckpt_format", "a --ckpt-format other than torch_dist with re-sharding",
         lambda m, s: s.moves_owners and m.saves and m.ckpt_format != "torch_dist",
         "only torch_dist stores an expert under its layer and number: use --ckpt-format torch_dist, or "
         f"{KEEP_OWNERS}"),
-    Limit("--ckpt-convert-format with re-sharding",
+    Limit("ckpt_convert", "--ckpt-convert-format with re-sharding",
         lambda m, s: s.moves_owners and m.ckpt_convert_format not in (None, "torch_dist"),
         f"convert without a placement strategy (--moe-strategy none), or {KEEP_OWNERS}"),
-    Limit("--non-persistent-ckpt-type local with re-sharding",
+    Limit("local_ckpt", "--non-persistent-ckpt-type local with re-sharding",
         lambda m, s: s.moves_owners and m.saves and m.non_persistent_ckpt_type == "local",
         f"it stores experts by rank and slot: use --non-persistent-ckpt-type global, or {KEEP_OWNERS}"),
-    Limit("--save-params-interval and --save-wgrads-interval with re-sharding",
+    Limit("saved_by_name", "--save-params-interval and --save-wgrads-interval with re-sharding",
         lambda m, s: s.moves_owners and m.saves_by_name,
         "they save tensors by the names of Parameters, which hold other experts after a re-shard: remove "
         f"them, or {KEEP_OWNERS}"),
@@ -202,10 +211,10 @@ SOME: tuple[Limit, ...] = (
 """What some strategies and settings refuse."""
 
 WARNED: tuple[Limit, ...] = (
-    Limit("--moe-router-group-topk above --moe-router-topk",
+    Limit("group_topk", "--moe-router-group-topk above --moe-router-topk",
         lambda m, _: m.moe_router_topk and m.moe_router_group_topk > m.moe_router_topk,
         "Megatron selects groups of experts without looking at scores; lower it"),
-    Limit("--moe-token-drop-policy position",
+    Limit("drop_position", "--moe-token-drop-policy position",
         lambda m, _: m.moe_token_drop_policy == "position" and m.moe_expert_capacity_factor,
         "Megatron keeps tokens from the middle of a micro-batch, or from anywhere; use probs"),
 )
@@ -219,10 +228,10 @@ def check_limits(name: str, strategy: Strategy, m: MegatronSettings) -> None:
     Rank 0 warns of :data:`WARNED`, once.
     """
     who = f"--moe-strategy {name}"
-    for what, is_met, advice in (*EVERY, *SOME):
+    for _, what, is_met, advice in (*EVERY, *SOME):
         if is_met(m, strategy):
             raise ConfigurationError(f"{who} does not support {what}: {advice}")
-    for what, is_met, effect in WARNED:
+    for _, what, is_met, effect in WARNED:
         if is_met(m, strategy) and os.environ.get("RANK", "0") == "0":
             _warn_once(f"[fssdp] {what}: {effect}")
     if not m.experts:

@@ -59,13 +59,11 @@ def report_non_finite(model: Iterable[torch.nn.Module], args: Any, error: BaseEx
     """
     if isinstance(error, SystemExit) and error.code not in _REFUSED:
         return
-    with suppress(RuntimeError):  # A broken device raises again when it is asked.
-        _report_non_finite(model, args)
-
-
-def _report_non_finite(model: Iterable[torch.nn.Module], args: Any) -> None:
     layers = [m for chunk in model for m in chunk.modules() if isinstance(m, StrategyMoELayer)]
-    finding = next(chain(_in_parameters(layers), _in_gradients(layers)), None)
+    try:
+        finding = next(chain(_in_parameters(layers), _in_gradients(layers)), None)
+    except RuntimeError:  # A broken device raises again when it is asked.
+        return
     if finding is None and get_rerun_state_machine().rerun_requested:
         finding = "parameters and gradients of this rank's MoE layers are finite: check the other layers"
     if finding is not None:

@@ -259,6 +259,11 @@ def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: 
     return np.where(saves_L, best_L, present_L)
 
 
+def selecting(strategy: Strategy) -> TypeGuard[AutoStrategy]:
+    """Whether a strategy selects others for layers, and so has the methods of ``auto``."""
+    return strategy.selects
+
+
 def build_auto(settings: AutoSettings) -> AutoStrategy:
     """Build ``auto`` with the candidates of its settings.
 

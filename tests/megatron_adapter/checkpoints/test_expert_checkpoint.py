@@ -12,6 +12,7 @@ from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from ..grouped_linear import fake_grouped_experts
+from ..layer.small_config import moe_config
 from ..uneven_owners import even_stage, expert_modules, follow_all, random_stage
 
 EXPERTS, DRAWS = 4, 4
@@ -125,10 +126,8 @@ def build_model(config: dict[str, Any], sizes: dict[str, int], grouped: bool) ->
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     layout: Any = {
-        "expert_model_parallel_size": sizes["ep"],
         "pipeline_model_parallel_size": sizes.get("pp", 1),
         "virtual_pipeline_model_parallel_size": sizes.get("vpp"),
         "tensor_model_parallel_size": sizes.get("tp", 1),
@@ -136,9 +135,8 @@ def build_model(config: dict[str, Any], sizes: dict[str, int], grouped: bool) ->
         "sequence_parallel": "tp" in sizes,
         "pipeline_dtype": torch.float32,
     }
-    model: Any = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
-    model |= {"ffn_hidden_size": 16, "moe_ffn_hidden_size": 16, "use_cpu_initialization": True}
-    settings = TransformerConfig(**{**model, "add_bias_linear": False, **layout, **config})
+    layout |= {"num_layers": 4, "num_attention_heads": 2, **config}
+    settings = moe_config(sizes["ep"], 8, EXPERTS, **layout)
     chunks = []
     for stage in range(sizes["vpp"]) if "vpp" in sizes else [None]:
         spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, vp_stage=stage)

@@ -37,7 +37,7 @@ def take_marks_and_die_in_save() -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import wrap_save
+    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import save_with_new_marks
 
     def retrieve(results: Any, writer: object) -> object:
         written = results(writer)
@@ -47,5 +47,5 @@ def take_marks_and_die_in_save() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return written
 
-    wrap_save(dist_checkpointing)
+    wrap(dist_checkpointing, "save", save_with_new_marks)
     wrap(FileSystemWriterAsync, "retrieve_write_results", retrieve)

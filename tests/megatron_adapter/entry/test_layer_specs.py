@@ -2,7 +2,6 @@
 
 import inspect
 from argparse import Namespace
-from typing import Any
 
 import pytest
 
@@ -10,10 +9,7 @@ import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-CONFIG: Any = {
-    **{"hidden_size": 16, "num_attention_heads": 1, "moe_ffn_hidden_size": 16, "num_moe_experts": 4},
-    **{"expert_model_parallel_size": 2, "use_cpu_initialization": True},
-}
+from ..layer.small_config import moe_config
 
 
 def test_megatron_finds_the_stage_in_the_signature() -> None:
@@ -34,13 +30,12 @@ def _check_specs(rank: int, world_size: int) -> None:
     import os
 
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     import megatron_fssdp
     from megatron_fssdp.megatron_adapter.iterations.attachment import current
 
     spec_of = megatron_fssdp.get_gpt_decoder_block_spec
-    config = TransformerConfig(num_layers=4, moe_layer_freq=[0, 1, 0, 1], **CONFIG)
+    config = moe_config(2, 16, 4, num_layers=4, moe_layer_freq=[0, 1, 0, 1])
     with pytest.raises(ConfigurationError, match="strategy='fssdp'"):
         spec_of(config, False)
     os.environ["MEGATRON_FSSDP_SETTINGS"] = "slots=1, overlap_degree=2"

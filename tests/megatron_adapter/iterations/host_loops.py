@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..layer.small_config import moe_config
+
 MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, EXPERTS = 3, 2, 16, 64, 8
 
 
@@ -34,7 +36,7 @@ class Host:
 
         model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
-        self.config = config(**options.pop("config", {}))
+        self.config = config()
         ddp_config = DistributedDataParallelConfig(
             **{"use_distributed_optimizer": True, "bucket_size": 4000, **options}
         )
@@ -135,20 +137,9 @@ class Host:
             self.config.param_sync_func = self.model.start_param_sync
 
 
-def config(**options: Any) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
-    return TransformerConfig(
-        **{
-            **sizes,
-            **{"moe_router_topk": 2, "moe_ffn_hidden_size": 16, "expert_model_parallel_size": 2},
-            **{"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"},
-            **{"add_bias_linear": False, "use_cpu_initialization": True, "init_method_std": 0.1},
-            **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "gradient_accumulation_fusion": False},
-            **options,
-        }
-    )
+def config() -> Any:
+    sizes = {"num_layers": 2, "num_attention_heads": 2, "moe_router_topk": 2, "init_method_std": 0.1}
+    return moe_config(2, 16, EXPERTS, **sizes, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def build(config: Any) -> Any:
@@ -302,7 +293,7 @@ def train_under(
     for name, settings in strategies:
         attachment = megatron_fssdp.attach(name, settings)
         host: Any = Host(**options)
-        host.reference = build(config(**options.get("config", {}))).eval() if loop == "slime" else None
+        host.reference = build(config()).eval() if loop == "slime" else None
         host.model.train()
         for iteration in range(5):
             made.clear()

@@ -10,10 +10,7 @@ from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
 from . import host_loops
 from .host_loops import Host, Trained, swift
-from .test_host_loops import assert_equal, assert_equal_gradients
-
-FSSDP = ("fssdp", {"slots": 2, "overlap_degree": 3})
-MOVING = ("fssdp", {**FSSDP[1], "reshard_interval": 2})
+from .test_host_loops import FSSDP, MOVING, assert_equal, assert_equal_gradients
 
 
 def late_reset(host: Host, iteration: int) -> None:

@@ -19,6 +19,7 @@ from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.records.metrics_file import read_metrics
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
+from ..layer.small_config import moe_config
 from ..training_run import relative_difference, train
 
 
@@ -94,11 +95,9 @@ def test_only_the_selection_of_experts_changes(options: dict[str, Any]) -> None:
 def _check_router(rank: int, world_size: int, options: dict[str, Any]) -> None:
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    sizes: Any = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_moe_experts": 8}
     balancing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
-    config = TransformerConfig(**sizes, **balancing, use_cpu_initialization=True, **options)
+    config = moe_config(1, 16, 8, **balancing, **options)
     router = TopKRouter(config, pg_collection=get_default_pg_collection())
     router.set_layer_number(1)
     inputs = torch.randn(40, 1, 16, generator=torch.Generator().manual_seed(3))

@@ -1,7 +1,3 @@
-import json
-import os
-
-import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import CudaGraphModule
@@ -9,34 +5,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
-from megatron_fssdp.megatron_adapter.support.known_options import known_options
-from megatron_fssdp.megatron_adapter.support.megatron_settings import OPTIONAL, MegatronSettings, attributes
-from tests.support.python_process import ROOT, python_output
-
-NAMES = """
-import argparse, dataclasses, json
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import add_megatron_arguments
-kinds = DistributedDataParallelConfig, OptimizerConfig, TransformerConfig
-names = {kind.__name__: [one.name for one in dataclasses.fields(kind)] for kind in kinds}
-names["Namespace"] = [one.dest for one in add_megatron_arguments(argparse.ArgumentParser())._actions]
-print("NAMES", json.dumps(names))
-"""
-
-
-@pytest.mark.parametrize("checkout", ["", *filter(None, [os.environ.get("MEGATRON_LM_PATH")])])
-def test_megatron_has_every_attribute_exactly_where_it_is_declared(checkout: str) -> None:
-    path = os.pathsep.join(filter(None, (checkout, str(ROOT))))
-    names = json.loads(python_output("-c", NAMES, PYTHONPATH=path).rpartition("NAMES")[2])
-    found = {one: {kind for kind in names if one in names[kind]} for one in attributes()}
-    absent = {one for one, kinds in found.items() if not kinds}
-    for one in found.keys() - absent:
-        assert found[one] == attributes()[one] - {OPTIONAL}, one
-    optional = {one for one, declared in attributes().items() if OPTIONAL in declared}
-    assert absent <= ({"kitchen_config_file"} if checkout else optional)
-    assert optional <= known_options()
+from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 
 
 def test_the_first_source_with_a_value_counts() -> None:
