@@ -45,5 +45,9 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
                 f"{what}: got {ability} without its methods, wanted a subclass of {base.__name__}; derive "
                 f"{kind} from it"
             )
+    if strategy.selects and entry.package != SHIPPED:
+        raise ConfigurationError(
+            f"{what}: got selects, wanted a strategy of its own; only auto selects others"
+        )
     strategy.package = entry.package
     return strategy

@@ -214,7 +214,9 @@ def save_with_new_marks(
     if dist.get_rank() == 0:
         for name in _MARKS:
             (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)
-    for given in (*args, *kwargs.values()) if any(one.strategy.moves_owners for one in _alive()) else ():
+    for given in (
+        (*args, *kwargs.values()) if any(session.strategy.moves_owners for session in _alive()) else ()
+    ):
         for strategy in (given, getattr(given, "base_strategy", None)):
             for name in ("do_cache_distribution", "use_cached_ckpt_structure"):
                 if hasattr(strategy, name):

@@ -79,7 +79,7 @@ def _wrap_exports(name: str) -> None:
 def _restored(export: Any, *args: Any, **kwargs: Any) -> Any:
     for given in (*args, *kwargs.values()):
         chunks = given if isinstance(given, list | tuple) else [given]
-        if chunks and all(isinstance(one, torch.nn.Module) for one in chunks):
+        if chunks and all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
             restore_owners(chunks)
     return export(*args, **kwargs)
 

@@ -131,7 +131,7 @@ def all_to_all_at_once(
     ahead = [(own + step) % size for step in range(1, size)]
     messages = [Posting(True, received[peer], peer, _ROWS_TAG) for peer in reversed(ahead)]
     messages += [Posting(False, sent[peer], peer, _ROWS_TAG) for peer in ahead]
-    works = post([one for one in messages if one.tensor.numel()], group, in_batch=False)
+    works = post([message for message in messages if message.tensor.numel()], group, in_batch=False)
     received[own].copy_(sent[own])
     return wait_for(works)
 

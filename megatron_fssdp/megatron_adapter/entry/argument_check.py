@@ -121,8 +121,10 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     parser.error = refuse  # type: ignore[method-assign]
     asked, asked_settings = asked_by_environment()
     # Of several actions for one argument, the first has the default. A text is parsed like a given one.
-    for one in reversed(parser._actions):
-        _defaults[one.dest] = parser._get_value(one, one.default) if type(one.default) is str else one.default
+    for action in reversed(parser._actions):
+        _defaults[action.dest] = (
+            parser._get_value(action, action.default) if type(action.default) is str else action.default
+        )
     strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
     group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
     group.add_argument(

@@ -89,7 +89,9 @@ def await_gradients() -> None:
 
 def start_waiting(group: Any = None) -> bool:
     """Start the reductions of a bucket group, or of all whose layers are home; return whether one waited."""
-    ready = [one for one in _waiting if (_is_home(one[0]) if group is None else one[0] is group)]
+    ready = [
+        waiting for waiting in _waiting if (_is_home(waiting[0]) if group is None else waiting[0] is group)
+    ]
     if ready:
         await_gradients()
     for entry in ready:
@@ -100,7 +102,9 @@ def start_waiting(group: Any = None) -> bool:
 
 def forget_waiting(layers: Collection[SlotLayer]) -> None:
     """Forget reductions of these layers that wait, because their iteration was dropped."""
-    _waiting[:] = [one for one in _waiting if not any(layer in layers for layer, _ in _layers(one[0]))]
+    _waiting[:] = [
+        waiting for waiting in _waiting if not any(layer in layers for layer, _ in _layers(waiting[0]))
+    ]
 
 
 @cache  # once in a process
@@ -160,7 +164,7 @@ def _layers(group: Any) -> list[tuple[SlotLayer, SlotLayer]]:
     """Layers whose experts a bucket group holds, each with a layer that registered Parameters for them."""
     known = getattr(group, _LAYERS, None)
     if known is None or known[0] != _moves[0]:
-        slots = [slot for one in group.params if (slot := getattr(one, _SLOT, None)) is not None]
+        slots = [slot for parameter in group.params if (slot := getattr(parameter, _SLOT, None)) is not None]
         pairs = dict.fromkeys((slot.layer, slot.registered_in) for slot in slots)
         known = _moves[0], list(pairs)
         setattr(group, _LAYERS, known)

@@ -130,7 +130,7 @@ class ResidentExperts:
         self._copy_settings()
         report = self._contents.move(copies, "copying resident replicas", are_copies=True)
         self._map = new
-        self._owned.has_residents = any(one.num_replicas for one in placements)
+        self._owned.has_residents = any(placement.num_replicas for placement in placements)
         for index, (layer, placement) in enumerate(zip(self._owned.layers, placements, strict=True)):
             slot_of = new.held_by(layer.groups.device, index)
             own = self.parameters[index * new.slots :]

@@ -58,7 +58,7 @@ class SlotExperts:
     def __init__(self, module: Any, num_experts: int) -> None:
         self.module = module  # It stays as it is.
         self.parameters = expert_parameters(module, num_experts)  # as Megatron registered them
-        known = {id(tensor) for one in self.parameters for tensor in one}
+        known = {id(tensor) for tensors in self.parameters for tensor in tensors}
         others = [name for name, one in module.named_parameters() if id(one) not in known and one.numel()]
         if others:
             raise ConfigurationError(
@@ -108,7 +108,9 @@ class SlotExperts:
         for linear in chain.from_iterable(map(_linears, self._bodies.values())):
             if not for_iteration or linear not in _linears(self._body):
                 getattr(linear, "_fp8_workspaces", {}).clear()
-        blanks = _blanks_like(next((one for one in parameters_U if one is not None), self.parameters[0]))
+        blanks = _blanks_like(
+            next((parameters for parameters in parameters_U if parameters is not None), self.parameters[0])
+        )
         for index, one in enumerate(parameters_U):
             _bind(_linears(self._body), one or next(blanks), str(index))
         for linear, stock in zip(_linears(self._body), _linears(self.module), strict=True):
@@ -128,8 +130,8 @@ class SlotExperts:
             found = "Megatron-FSDP in the place of Megatron's DDP"
         elif _structure_of(self.module) != self._structure:
             found = "linear layers that were wrapped or replaced (LoRA adapters, quantizers)"
-        elif [[*map(id, one)] for one in expert_parameters(self.module, len(self.parameters))] != [
-            [*map(id, one)] for one in self.parameters
+        elif [[*map(id, tensors)] for tensors in expert_parameters(self.module, len(self.parameters))] != [
+            [*map(id, tensors)] for tensors in self.parameters
         ]:
             found = "Parameters that were replaced (meta device, new weights)"
         elif (hook := next(_foreign_hooks(self.module), None)) is not None:
@@ -224,8 +226,8 @@ def _blanks_like(like: ExpertParameters) -> Iterator[ExpertParameters]:
     Each slot has other Parameters, because autograd adds the gradients of one that is bound several times.
     They require gradients as the others do: Transformer Engine asks the first slot's, or refuses a mixture.
     """
-    sums = tuple(getattr(one, "main_grad", one).dtype for one in like)
-    key = (ExpertLayout.of(like), like[0].device, tuple(one.requires_grad for one in like), sums)
+    sums = tuple(getattr(parameter, "main_grad", parameter).dtype for parameter in like)
+    key = (ExpertLayout.of(like), like[0].device, tuple(parameter.requires_grad for parameter in like), sums)
     known = _blanks.setdefault(key, [])
     for number in count():
         if number == len(known):
@@ -250,7 +252,7 @@ def _forget_gradient(parameter: torch.Tensor) -> None:
 
 def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
     """What adapters and quantizers would change in a module: classes, names of Parameters and submodules."""
-    return [(type(one), tuple(one._parameters), tuple(one._modules)) for one in experts.modules()]
+    return [(type(module), tuple(module._parameters), tuple(module._modules)) for module in experts.modules()]
 
 
 def _foreign_hooks(experts: Any) -> Iterator[str]:

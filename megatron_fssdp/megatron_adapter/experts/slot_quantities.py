@@ -158,8 +158,8 @@ def _quantities(
     # Every quantity has all elements of a slot. Those of a Parameter that has no such state are in no part.
     *offsets, num_elements = accumulate((state.parameter.numel() for state in states_WO[0]), initial=0)
     # Another rank may hold the part of a Parameter that has a state.
-    states = {one for name, found in facts if name.startswith("names of tensors") for one in found}
-    kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(one.parameter.dtype for one in states_WO[0])]
+    states = {state for name, found in facts if name.startswith("names of tensors") for state in found}
+    kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(state.parameter.dtype for state in states_WO[0])]
     kinds += [(name, torch.float32) for name in sorted(states)]
     device = states_WO[0][0].parameter.device
     return [

@@ -112,7 +112,7 @@ def _entries(optimizer: Any) -> Iterator[tuple[Parameter, _Entry | None]]:
             for parameter, key in (*zip(halves, masters, strict=True), *zip(singles, singles, strict=True)):
                 yield parameter, _Entry(optimizer, key, group, 0, parameter.numel())
     elif kind is DistributedOptimizer:
-        for parameter in (one for buffer in optimizer.buffers for one in buffer.param_to_bucket):
+        for parameter in (parameter for buffer in optimizer.buffers for parameter in buffer.param_to_bucket):
             place = optimizer.model_param_group_index_map.get(parameter)
             if place is None:
                 yield parameter, None

@@ -101,7 +101,7 @@ class BalanceReport:
         if not self._last:
             return []
         before = float(np.mean([max_over_mean(_plain_D(one, counts)) for one, *_, counts in self._last]))
-        after_L = [_used_D(*one) for one in self._last]
+        after_L = [_used_D(*used) for used in self._last]
         clauses = [f"busiest device {before:.2f} × mean load"]
         if all(after_D is not None for after_D in after_L):
             after = float(np.mean([max_over_mean(after_D) for after_D in after_L if after_D is not None]))

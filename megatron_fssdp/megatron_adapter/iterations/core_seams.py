@@ -78,7 +78,7 @@ def _wrap_model(
 
 def _run_passes(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     chunks = kwargs["model"] if isinstance(kwargs["model"], list | tuple) else [kwargs["model"]]
-    models = {id(model): model for one in chunks if (model := model_of(one)) is not None}
+    models = {id(model): model for chunk in chunks if (model := model_of(chunk)) is not None}
     with ExitStack() as surrounded:
         if kwargs.get("forward_only"):
             for model in models.values():
@@ -136,7 +136,10 @@ def _route(route: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         and torch.is_grad_enabled()
         and layer.training
         # Models that DDP has wrapped under ``none`` stay Megatron's own.
-        and any(one.requires_grad and model_of(one) is None for one in layer.experts.parameters())
+        and any(
+            parameter.requires_grad and model_of(parameter) is None
+            for parameter in layer.experts.parameters()
+        )
     ):
         raise ConfigurationError(
             f"--moe-strategy {attachment.name}: got a training pass of MoE layer {layer.layer_number}, which "

@@ -27,15 +27,18 @@ class HostSettings:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        values = [getattr(one, name) for one in self.sources if hasattr(one, name)]
+        values = [getattr(source, name) for source in self.sources if hasattr(source, name)]
         return next(
-            (one for one in values if one is not None and one is not False), values[0] if values else None
+            (value for value in values if value is not None and value is not False),
+            values[0] if values else None,
         )
 
     @classmethod
     def of(cls, host: Any) -> "HostSettings":
         """Settings of an object, or of its sections if these are dataclasses; none of ``None``."""
-        sections = [one for one in vars(host).values() if is_dataclass(one)] if host is not None else []
+        sections = (
+            [section for section in vars(host).values() if is_dataclass(section)] if host is not None else []
+        )
         # A section can have the name of a setting, such as ``optimizer``.
         return cls(() if host is None else tuple(sections) or (host,))
 
@@ -45,7 +48,7 @@ class HostSettings:
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """All names with their values."""
-        names = dict.fromkeys(name for one in self.sources for name in vars(one))
+        names = dict.fromkeys(name for source in self.sources for name in vars(source))
         return ((name, getattr(self, name)) for name in names)
 
 

@@ -174,7 +174,7 @@ class IterationDriver:
             self._told()
 
     def _tell_exchange(self) -> None:
-        planned = {one.context.layer: one.passes.plan for one in self.runtime.layers}
+        planned = {layer.context.layer: layer.passes.plan for layer in self.runtime.layers}
         numbers = {
             number for number, plan in planned.items() if plan and plan.deduplicated
         } - self._told_exchange
@@ -191,7 +191,7 @@ class IterationDriver:
         # Replicas of one layer's pass may be gone at the peak, so they are not taken off.
         kept = [load for plan, load in zip(plans, loads, strict=True) if plan and not plan.rematerialize]
         return held_replicas_bytes(
-            [int(one.replicas_per_device_D[device]) for load in kept for one in load.placements],
+            [int(placement.replicas_per_device_D[device]) for load in kept for placement in load.placements],
             self.held,
             expert_elements=layout.numel,
             dtype_bytes=layout.dtype.itemsize,

@@ -16,13 +16,13 @@ _built: weakref.WeakSet[Any] = weakref.WeakSet()  # Optimizers; those of a chain
 
 def mark(held: Iterable[Any], model: "ModelIterations") -> None:
     """Mark what belongs to a model, which lives as long as these."""
-    for one in held:
-        setattr(one, _MODEL, model)
+    for marked in held:
+        setattr(marked, _MODEL, model)
 
 
-def model_of(one: Any) -> "ModelIterations | None":
+def model_of(marked: Any) -> "ModelIterations | None":
     """The model of a marked object."""
-    return getattr(one, _MODEL, None)
+    return getattr(marked, _MODEL, None)
 
 
 def note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -33,9 +33,9 @@ def note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def optimizer_of(model: "ModelIterations") -> Any:
     """The optimizer that has a model's parameters; several are returned as one; ``None`` without any."""
-    found = [one for one in _built if model in models_of(one)]
-    inner = {id(member) for one in found for member in getattr(one, "chained_optimizers", ())}
-    outer = [one for one in found if id(one) not in inner]
+    of_model = [optimizer for optimizer in _built if model in models_of(optimizer)]
+    inner = {id(member) for chain in of_model for member in getattr(chain, "chained_optimizers", ())}
+    outer = [optimizer for optimizer in of_model if id(optimizer) not in inner]
     if len(outer) > 1:
         return SimpleNamespace(chained_optimizers=outer, config=outer[0].config)
     return outer[0] if outer else None
@@ -44,7 +44,7 @@ def optimizer_of(model: "ModelIterations") -> Any:
 def models_of(optimizer: Any) -> list["ModelIterations"]:
     """The models whose parameters an optimizer has."""
     if (known := getattr(optimizer, _MODEL, None)) is None:
-        known = list({id(one): one for one in _searched(optimizer)}.values())
+        known = list({id(model): model for model in _searched(optimizer)}.values())
         setattr(optimizer, _MODEL, known)
     return known
 
@@ -52,7 +52,10 @@ def models_of(optimizer: Any) -> list["ModelIterations"]:
 def _searched(optimizer: Any) -> Iterator["ModelIterations"]:
     for member in members_of(optimizer):
         groups = [getattr(member, name, ()) for name in ("float16_groups", "fp32_from_fp32_groups")]
-        held = [*getattr(member, "buffers", ()), *(one for group in groups for part in group for one in part)]
+        held = [
+            *getattr(member, "buffers", ()),
+            *(parameter for group in groups for part in group for parameter in part),
+        ]
         if (inner := getattr(member, "optimizer", None)) is not None:
-            held += [one for group in inner.param_groups for one in group["params"]]
-        yield from (model for one in held if (model := model_of(one)) is not None)
+            held += [parameter for group in inner.param_groups for parameter in group["params"]]
+        yield from (model for parameter in held if (model := model_of(parameter)) is not None)

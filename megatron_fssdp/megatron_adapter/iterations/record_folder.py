@@ -93,7 +93,7 @@ def record_folder(asked: Path, run: RunConfig | None, *, resumes: bool) -> Path:
         if not metrics.exists() or not metrics.stat().st_size:
             break
         used.append(folder)
-    same = [one for one in used if resumes and _is_same(one, run)]
+    same = [folder for folder in used if resumes and _is_same(folder, run)]
     if used and not same:
         logger.warning(
             f"[fssdp] record_dir {asked} has the records of another run; those of this run go to {folder}, "

@@ -148,11 +148,13 @@ class RunRecorder:
                 reshard_bytes=sum(stage.reshard.bytes_moved for stage in stages),
                 reshard_s=max(stage.reshard.seconds for stage in stages),
                 passes_s=facts.passes_s,
-                rank_peak_bytes=tuple(one.peak_bytes for one in records) if has_peaks else (),
+                rank_peak_bytes=tuple(record.peak_bytes for record in records) if has_peaks else (),
                 rank_memory=memory if has_peaks else None,
                 flops=self._host.flops(batch_size),
                 session=session,
-                selections=tuple(_selection(one.stage, one.selection) for one in stages if one.selection),
+                selections=tuple(
+                    _selection(stage.stage, stage.selection) for stage in stages if stage.selection
+                ),
             )
             self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
             self._write(metrics, all_loads)
@@ -192,8 +194,10 @@ def _session(strategy: str, records: list[RankRecord], host_settings: HostSettin
     """Return this start of the training, on global rank 0, which has records; None elsewhere."""
     if not records:
         return None
-    ranks_of = Counter(one.host for one in records)
-    host, cores = min(((one.host, one.cores) for one in records), key=lambda of: of[1] / ranks_of[of[0]])
+    ranks_of = Counter(record.host for record in records)
+    host, cores = min(
+        ((record.host, record.cores) for record in records), key=lambda of: of[1] / ranks_of[of[0]]
+    )
     return RunSession(
         strategy,
         int(host_settings.train_iters or 0),

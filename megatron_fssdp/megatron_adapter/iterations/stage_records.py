@@ -77,7 +77,8 @@ def _stage(ranks: list[RankRecord]) -> RankRecord:
     # Every expert-parallel group moves its experts, and every expert-tensor-parallel peer its part of them.
     groups = [record for record in ranks if record.device == 0]
     reshards = [record.reshard for record in groups]
-    moved_bytes, seconds = sum(one.bytes_moved for one in reshards), max(one.seconds for one in reshards)
+    moved_bytes = sum(reshard.bytes_moved for reshard in reshards)
+    seconds = max(reshard.seconds for reshard in reshards)
     return replace(
         groups[0],
         loss=_sum_of([record.loss for record in ranks if record.loss is not None]),
@@ -109,7 +110,7 @@ def _layer(
     combined |= {name: np.concatenate(of(copies, name)) for name in ("counts_DE", "owner_D", "device_D")}
     combined |= {name: sum(_padded(of(copies, name))) for name in ("by_nodes_N", "by_devices_D")}
     single = of(copies, "counts_ZDE")
-    known = all(one is not None for one in single)
+    known = all(counts is not None for counts in single)
     combined["counts_ZDE"] = np.concatenate(_padded(single), axis=1) if known else None
     combined |= {name: sum(of(copies, name)) for name in ("num_replicas", "cross_node_tokens")}
     combined |= {name: sum(of(groups, name)) for name in ("spag_bytes", "sprs_bytes")}
@@ -122,5 +123,5 @@ def _layer(
 def _padded(arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Make arrays of expert-parallel groups, which can be on different numbers of nodes, equally long."""
     longest = max(map(len, arrays))
-    rests = (np.zeros((longest - len(one), *one.shape[1:]), one.dtype) for one in arrays)
+    rests = (np.zeros((longest - len(array), *array.shape[1:]), array.dtype) for array in arrays)
     return list(map(np.concatenate, zip(arrays, rests, strict=True)))

@@ -78,8 +78,8 @@ class StockLoads:
 
         Layers whose tokens a CUDA graph dispatches are left out: it gives Megatron no routing map.
         """
-        layers = [one for one in trained_layers(chunk) if isinstance(one[0], MoELayer)]
-        layers = [one for one in layers if not MegatronSettings.of(one[0].config).captures_preprocess]
+        layers = [layer for layer in trained_layers(chunk) if isinstance(layer[0], MoELayer)]
+        layers = [layer for layer in layers if not MegatronSettings.of(layer[0].config).captures_preprocess]
         if not layers:
             return
         topology = detect_topology(layers[0][0].ep_group, None)
@@ -99,7 +99,7 @@ class StockLoads:
         """Start to gather the counts of the iteration. Collective over all ranks that have the experts."""
         if self._counted:
             self._on_the_way = start_counts(
-                torch.cat([one.numbers_N() for one in self._counted]), self._group
+                torch.cat([counted.numbers_N() for counted in self._counted]), self._group
             )
 
     def take(self) -> list[LayerLoad]:
@@ -110,6 +110,6 @@ class StockLoads:
         numbers_SN = on_the_way.wait()[0].numpy()
         num_devices = self._counted[0].context.num_devices
         numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1, dtype=np.int64)
-        ends = np.cumsum([len(one.numbers_N()) for one in self._counted])
+        ends = np.cumsum([len(counted.numbers_N()) for counted in self._counted])
         parts = np.split(numbers_DN, ends[:-1], axis=1)
         return [one.load(part_DN) for one, part_DN in zip(self._counted, parts, strict=True)]

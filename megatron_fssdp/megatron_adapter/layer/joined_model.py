@@ -40,7 +40,7 @@ def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int | None]]:
     return [
         (layer, place[0])
         for layer, place in places.items()
-        if numbers[place] == 1 or any(one.requires_grad for one in layer.experts.parameters())
+        if numbers[place] == 1 or any(parameter.requires_grad for parameter in layer.experts.parameters())
     ]
 
 
@@ -55,7 +55,7 @@ def _places(model: torch.nn.Module) -> dict[Any, tuple[int | None, int]]:
 
 
 def _layers(model: torch.nn.Module) -> Iterator[Any]:
-    return (one for one in model.modules() if isinstance(one, BaseMoELayer))
+    return (module for module in model.modules() if isinstance(module, BaseMoELayer))
 
 
 def _predicted(model: torch.nn.Module) -> Iterator[tuple[Any, int]]:

@@ -234,4 +234,4 @@ def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bo
 
 def _advance(slots: SlotLayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     outputs = output if isinstance(output, tuple) else (output,)
-    slots.advance_transfers(next((one for one in outputs if isinstance(one, torch.Tensor)), None))
+    slots.advance_transfers(next((output for output in outputs if isinstance(output, torch.Tensor)), None))

@@ -102,8 +102,8 @@ class StrategySession:
         """Read settings of arguments with defaults, or of configs; a ConfigurationError refuses them."""
         settings = MegatronSettings.of(*sources)
         check_limits(self.strategy_name, self.strategy, settings)
-        for one in sources:
-            check_known(f"--moe-strategy {self.strategy_name}", one, defaults)
+        for source in sources:
+            check_known(f"--moe-strategy {self.strategy_name}", source, defaults)
         return settings
 
 

@@ -59,7 +59,7 @@ def check_known(who: str, settings: Any, defaults: Mapping[str, Any] | None = No
             )
     allowed = os.environ.get(ALLOWED, "").replace(",", " ").split()
     for name, default in defaults.items():
-        got, wanted = (" ".join(repr(one).split()) for one in (getattr(settings, name, default), default))
+        got, wanted = (" ".join(repr(value).split()) for value in (getattr(settings, name, default), default))
         is_known = name in known_options() or name in allowed or got == wanted
         if not is_known and not _is_derived(settings, name, default, got):
             raise ConfigurationError(

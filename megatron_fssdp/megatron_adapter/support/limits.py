@@ -43,7 +43,7 @@ def keeps_flex(m: MegatronSettings, s: Strategy) -> bool:
 
 def _plans_micro_batches(s: Strategy) -> bool:
     one_of = (s, *(s.candidates.values() if selecting(s) else ()))
-    return any(one.replica_life is ReplicaLife.MICRO_BATCH for one in one_of)
+    return any(strategy.replica_life is ReplicaLife.MICRO_BATCH for strategy in one_of)
 
 
 def _has_fixed_slots(s: Strategy) -> bool:

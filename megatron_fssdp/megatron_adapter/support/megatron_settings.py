@@ -39,7 +39,9 @@ def _captured(modules: Any, scope: Any, implementation: str | None, *old_flags: 
     modules = modules or scope or ()
     if isinstance(modules, str) or hasattr(modules, "name"):
         modules = (modules,)
-    return frozenset(str(getattr(one, "name", one)) for one in modules) - {"full"} or frozenset({"full"})
+    return frozenset(str(getattr(module, "name", module)) for module in modules) - {"full"} or frozenset(
+        {"full"}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +128,10 @@ class MegatronSettings:
         """
 
         def value(name: str) -> Any:
-            values = (getattr(one, name, None) for one in sources)
-            return next((one for one in values if one is not None and one is not False), None)
+            values = (getattr(source, name, None) for source in sources)
+            return next((value for value in values if value is not None and value is not False), None)
 
-        read = {one.name: one.metadata for one in fields(cls) if one.metadata}
+        read = {field.name: field.metadata for field in fields(cls) if field.metadata}
         return cls(**{name: how["convert"](*map(value, how["names"])) for name, how in read.items()})
 
     @property
@@ -140,5 +142,5 @@ class MegatronSettings:
 
 def attributes() -> dict[str, frozenset[str]]:
     """All attributes that are read, and the classes of Megatron that have them."""
-    names = (one.metadata.get("names", {}).items() for one in fields(MegatronSettings))
+    names = (field.metadata.get("names", {}).items() for field in fields(MegatronSettings))
     return dict(chain.from_iterable(names))

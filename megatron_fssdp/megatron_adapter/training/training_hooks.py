@@ -75,7 +75,8 @@ class TrainingHooks:
             # The last pipeline stage has the losses, and global rank 0 writes them.
             of_ranks = of_all_ranks({name: float(loss) for name, loss in losses.items()})
             iteration, names = self._evaluated
-            data, known = next(names, "validation"), next((one for one in reversed(of_ranks) if one), None)
+            data = next(names, "validation")
+            known = next((answer for answer in reversed(of_ranks) if answer), None)
             if dist.get_rank() == 0 and known is not None:
                 append_evaluation(recorder.record_dir, Evaluation(iteration, data, known))
         return result
