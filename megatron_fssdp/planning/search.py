@@ -23,14 +23,13 @@ The search stops after a number of prices, not seconds, so all ranks find the sa
 Shape letters: D devices, E experts, N nodes.
 """
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.cost.deduplicated_traffic import tokens_per_pair
-from megatron_fssdp.planning.cost.layer_costs import LayerCosts
+from megatron_fssdp.planning.cost.layer_costs import CostedLayer, LayerCosts
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import layer_costs
 from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
@@ -48,18 +47,12 @@ TRANSFER_OVER_LOAD = 5e-4
 """Cost of an expert on a link, over the mean device load: without it, replicas that hardly help stayed."""
 
 
-@dataclass(frozen=True, eq=False)
-class LayerSearch:
-    """One layer as the search gets it; loads are float64 ``[D, E]``."""
-
-    owner_E: np.ndarray
-    load_DE: np.ndarray
-    topology: Topology
-    costs: LayerCosts
+class LayerSearch(CostedLayer):
+    """One layer, and the search for its replicas."""
 
     def seconds(self, placement: ExpertPlacement) -> float:
         """Seconds of the layer under a placement, as the search counts them."""
-        layer = kernel("priced_layer").PricedLayer(placement, self.load_DE, self.topology, self.costs, 0)
+        layer = kernel("priced_layer").PricedLayer(self, placement, 0)
         return float(layer.start_s)
 
     @cached_property
@@ -85,8 +78,11 @@ class LayerSearch:
         ):
             raise ValueError(f"start: wanted the layer's owners, and at most {slots} replicas on a device")
         plain_s, found_s, present_ED = kernel("placement_search").search_replicas(
-            *(start or plain, self.load_DE, self.topology, self.costs),
-            *(slots, most_replicated, PRICES_PER_SIZE * sum(self.load_DE.shape)),
+            self,
+            (start or plain).present_ED,
+            slots,
+            most_replicated,
+            PRICES_PER_SIZE * sum(self.load_DE.shape),
         )
         if found_s > (1 - LEAST_SAVING) * plain_s:
             return plain, plain_s

@@ -1,12 +1,16 @@
 """What transfers, all-to-alls and tokens of a layer cost; the price of every placement is made of it.
 
-Shape letters: a link is inside nodes (0), between nodes (1), or between nodes for one device alone (2).
+A link is inside nodes (0), between nodes (1), or between nodes for one device alone (2).
+
+Shape letters: D devices, E experts.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 
 
@@ -41,3 +45,13 @@ class LayerCosts(NamedTuple):
     life: ReplicaLife
     in_turn: bool
     early: float
+
+
+@dataclass(frozen=True, eq=False)
+class CostedLayer:
+    """One layer with its owners ``[E]``, its loads, float64 ``[D, E]``, and its costs."""
+
+    owner_E: np.ndarray
+    load_DE: np.ndarray
+    topology: Topology
+    costs: LayerCosts

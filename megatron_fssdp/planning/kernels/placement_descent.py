@@ -6,9 +6,8 @@ import cython
 import numpy as np
 
 from megatron_fssdp.planning.arrays import zero_ints, zero_reals
-from megatron_fssdp.planning.cost.layer_costs import LayerCosts
+from megatron_fssdp.planning.cost.layer_costs import CostedLayer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.topology import Topology
 
 if not cython.compiled:  # the .pxd file imports them for C
     from megatron_fssdp.planning.kernels.constants import IN, OUT, ROUNDING, WIDTH, WORK
@@ -28,18 +27,9 @@ class PlacementDescent(PricedLayer):
         most_prices: Most prices of a descent.
     """
 
-    def __init__(
-        self,
-        start: ExpertPlacement,
-        load_DE: np.ndarray,
-        topology: Topology,
-        costs: LayerCosts,
-        slots: int,
-        most_replicated: int,
-        most_prices: int,
-    ) -> None:
-        owners = ExpertPlacement.owners_only(start.owner_E, topology.num_devices)
-        PricedLayer.__init__(self, owners, load_DE, topology, costs, slots)
+    def __init__(self, layer: CostedLayer, slots: int, most_replicated: int, most_prices: int) -> None:
+        owners = ExpertPlacement.owners_only(layer.owner_E, layer.topology.num_devices)
+        PricedLayer.__init__(self, layer, owners, slots)
         self.most_replicated, self.most_prices, self.kept_s = most_replicated, most_prices, self.start_s
         self.kept_ED = memoryview(np.array(self.has_ED))
         self.part_E, self.is_tired_E = zero_reals(self.num_experts), zero_ints(self.num_experts)

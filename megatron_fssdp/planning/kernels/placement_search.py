@@ -6,9 +6,7 @@ import cython
 import numpy as np
 
 from megatron_fssdp.planning.arrays import zero_ints, zero_reals
-from megatron_fssdp.planning.cost.layer_costs import LayerCosts
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.planning.cost.layer_costs import CostedLayer
 
 if not cython.compiled:  # the .pxd file imports them for C
     from megatron_fssdp.planning.kernels.constants import (
@@ -34,19 +32,12 @@ class PlacementSearch(PlacementDescent):
     """
 
     def __init__(
-        self,
-        start: ExpertPlacement,
-        load_DE: np.ndarray,
-        topology: Topology,
-        costs: LayerCosts,
-        slots: int,
-        most_replicated: int,
-        most_prices: int,
+        self, layer: CostedLayer, start_ED: np.ndarray, slots: int, most_replicated: int, most_prices: int
     ) -> None:
-        PlacementDescent.__init__(self, start, load_DE, topology, costs, slots, most_replicated, most_prices)
+        PlacementDescent.__init__(self, layer, slots, most_replicated, most_prices)
         devices = self.num_devices
         self.owners_ED = memoryview(np.array(self.has_ED))
-        self.start_ED = memoryview(np.array(start.present_ED, np.uint8))
+        self.start_ED = memoryview(np.array(start_ED, np.uint8))
         self.hottest_E = memoryview(np.argsort(-np.asarray(self.total_E), kind="stable"))
         self.want_E, self.plan_D, self.taken_D = (
             zero_ints(self.num_experts),
@@ -56,8 +47,8 @@ class PlacementSearch(PlacementDescent):
         self.order_D = memoryview(np.arange(devices))
         self.load_DE = memoryview(np.array(np.asarray(self.load_ED).T, order="C"))
         self.load_NE = memoryview(np.array(np.asarray(self.load_EN).T, order="C"))
-        self.by_owner_E = memoryview(np.argsort(start.owner_E, kind="stable"))
-        owned_D = np.bincount(start.owner_E, minlength=devices)
+        self.by_owner_E = memoryview(np.argsort(layer.owner_E, kind="stable"))
+        owned_D = np.bincount(layer.owner_E, minlength=devices)
         self.first_D = memoryview(np.concatenate([[0], np.cumsum(owned_D)]))
 
     def climb(self) -> None:
@@ -286,20 +277,14 @@ class PlacementSearch(PlacementDescent):
 
 
 def search_replicas(
-    start: ExpertPlacement,
-    load_DE: np.ndarray,
-    topology: Topology,
-    costs: LayerCosts,
-    slots: int,
-    most_replicated: int,
-    most_prices: int,
+    layer: CostedLayer, start_ED: np.ndarray, slots: int, most_replicated: int, most_prices: int
 ) -> tuple[float, float, np.ndarray]:
     """Seconds of a layer without replicas and with those that are found; the placement, bytes ``[E, D]``.
 
-    Loads are float64 ``[D, E]``. Devices hold at most ``slots`` replicas, at most ``most_replicated`` experts
-    have some, and a descent looks at ``most_prices`` placements. ``start`` is one more seed.
+    Devices hold at most ``slots`` replicas, at most ``most_replicated`` experts have some, and a descent
+    looks at ``most_prices`` placements. ``start_ED`` is one more seed.
     """
-    search = PlacementSearch(start, load_DE, topology, costs, slots, most_replicated, most_prices)
+    search = PlacementSearch(layer, start_ED, slots, most_replicated, most_prices)
     with cython.nogil:
         search.run()
     return search.start_s, search.kept_s, np.asarray(search.kept_ED)

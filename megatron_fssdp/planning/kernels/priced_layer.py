@@ -7,9 +7,8 @@ import numpy as np
 from cython.cimports.libc.math import sqrt
 
 from megatron_fssdp.planning.arrays import zero_ints, zero_reals
-from megatron_fssdp.planning.cost.layer_costs import LayerCosts
+from megatron_fssdp.planning.cost.layer_costs import CostedLayer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.planning.placement.topology import Topology
 
 if not cython.compiled:  # the .pxd file imports them for C
     from megatron_fssdp.planning.kernels.constants import GETS, HOP_BITS, IN, NO_PAIRS, OUT, SENDS, WORK
@@ -46,18 +45,11 @@ class PricedLayer(TransferTrees):
         version: Rises with each change of ``busy``. In ``known_N``, the last rows of ``most`` were written.
     """
 
-    def __init__(
-        self,
-        placement: ExpertPlacement,
-        load_DE: np.ndarray,
-        topology: Topology,
-        costs: LayerCosts,
-        slots: int,
-    ) -> None:
-        TransferTrees.__init__(self, placement, topology)
-        self.load_ED = memoryview(np.array(load_DE.T, order="C"))
-        self.load_EN = memoryview(np.array(topology.sum_over_nodes(load_DE).T, order="C"))
-        self.slots, self.costs = slots, PriceFormula(costs)
+    def __init__(self, layer: CostedLayer, placement: ExpertPlacement, slots: int) -> None:
+        TransferTrees.__init__(self, placement, layer.topology)
+        self.load_ED = memoryview(np.array(layer.load_DE.T, order="C"))
+        self.load_EN = memoryview(np.array(layer.topology.sum_over_nodes(layer.load_DE).T, order="C"))
+        self.slots, self.costs = slots, PriceFormula(layer.costs)
         devices, num_nodes, experts = self.num_devices, self.num_nodes, self.num_experts
         self.total_E, self.all_pairs, self.num_prices = zero_reals(experts), 0.0, 0
         self.is_smooth = False
