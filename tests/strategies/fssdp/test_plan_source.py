@@ -16,8 +16,8 @@ from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_before_gate
 
-from .test_exact_plans import SLOW
 from .hot_layer import DEVICES, EXPERTS, hot_counts_DE
+from .test_exact_plans import SLOW
 
 QUICK_LINKS = dataclasses.replace(
     SLOW,
