@@ -216,12 +216,11 @@ class SparseTransfer:
                 sends = steps[t].sends if 0 <= t < len(steps) else []
                 outgoing = cargo.outgoing(sends)
                 tag = not cargo.is_gather
-                postings, places = [], list[list[dist.Work]]()
+                postings = list[tuple[Posting, list[dist.Work]]]()
                 for message in receives:
                     arrived = both[message.expert not in passed_on]
-                    for piece in [] if message.peer in ended else arrived.pieces[message]:
-                        postings.append(Posting(True, piece, message.peer, 2 * message.expert + tag))
-                        places.append(arrived.works)
+                    pieces = [] if message.peer in ended else arrived.pieces[message]
+                    postings += self._postings(True, message, pieces, tag, arrived.works)
                 sent = list[dist.Work]()
                 copied: dict[int, list[tuple[Tensor, Tensor]]] = {}
                 for message, pieces in zip(sends, outgoing, strict=True):
@@ -230,13 +229,10 @@ class SparseTransfer:
                         pairs = copied.setdefault(message.peer, [])
                         pairs += zip(cargo.cut(slot, message.chunk), pieces, strict=True)
                         continue
-                    for piece in pieces:
-                        postings.append(Posting(False, piece, message.peer, 2 * message.expert + tag))
-                        places.append(sent)
-                for place, work in zip(
-                    places, post(postings, self.group, in_batch=self._on_cuda), strict=True
-                ):
-                    place.append(work)
+                    postings += self._postings(False, message, pieces, tag, sent)
+                posted = post([posting for posting, _ in postings], self.group, in_batch=self._on_cuda)
+                for (_, works), work in zip(postings, posted, strict=True):
+                    works.append(work)
                 if puts is not None:
                     puts.put(copied)
                 open_sends.append((sent, outgoing))
@@ -249,6 +245,14 @@ class SparseTransfer:
                     cargo.settle(arrived)
             for works, _ in open_sends:
                 wait_for(works)
+
+    @staticmethod
+    def _postings(
+        receives: bool, message: Message, pieces: Sequence[Tensor], tag: int, works: list[dist.Work]
+    ) -> list[tuple[Posting, list[dist.Work]]]:
+        """The pieces of a message, and where their works belong."""
+        number = 2 * message.expert + tag
+        return [(Posting(receives, piece, message.peer, number), works) for piece in pieces]
 
     def _chunk_elements(self, dtype: torch.dtype, num_received: int = 0) -> int:
         num_bytes, hops = len(self.elements) * dtype.itemsize, self.plan.max_depth + 1
