@@ -17,7 +17,7 @@ TRAINING = """
 from megatron_fssdp.planning import compiled_form
 from megatron_fssdp.megatron_adapter.entry.launcher import launch
 
-compiled_form._why_plain = lambda: "no compiler"
+compiled_form._why_plain = lambda name: "no compiler"
 launch(sys.argv[1:])
 """
 ARGUMENTS = """
