@@ -55,6 +55,10 @@ class Moving(EpStrategy):
     moves_owners = True
 
 
+class Selecting(EpStrategy):
+    selects = True
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -63,6 +67,7 @@ class Moving(EpStrategy):
         (Strategy, "cannot be built: .*Strategy does not implement before_gate"),
         (lambda _: 1 / 0, "cannot be built: ZeroDivisionError: division by zero"),
         (Moving, "got moves_owners .* of MovesOwners"),
+        (Selecting, "got selects"),
     ],
 )
 def test_what_makes_no_strategy_is_refused_when_it_is_built(
