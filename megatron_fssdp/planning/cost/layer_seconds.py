@@ -196,7 +196,7 @@ def layer_costs(
         combine,
         np.array(moves),
         np.hstack(of_hops),
-        per_token_s=(1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
+        per_token_s=profile.pair_s,
         num_micro_batches=num_micro_batches,
         counts_s=counts_s,
         hidden_s=profile.non_moe_s + counts_s if hides else 0.0,

@@ -25,3 +25,5 @@ IN = 1
 OUT = 2
 GETS = 3
 SENDS = 4
+# Column of what a node does from which on an expert in it may make the number lower.
+FAR_PAIRS = 5

@@ -11,7 +11,7 @@ cdef class PlacementDescent(PricedLayer):
     @cython.final
     cdef void keep_this(self) noexcept nogil
     @cython.locals(seconds=double)
-    cdef void keep(self) noexcept nogil
+    cdef double keep(self) noexcept nogil
     cdef void hold(self, Py_ssize_t expert, unsigned char[:, ::1] table, Py_ssize_t row) noexcept nogil
     cdef void spread(self, Py_ssize_t expert, Py_ssize_t kind) noexcept nogil
     cdef void become(self, unsigned char[:, ::1] to_ED) noexcept nogil

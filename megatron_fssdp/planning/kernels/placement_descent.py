@@ -35,12 +35,13 @@ class PlacementDescent(PricedLayer):
         self.part_E, self.is_tired_E = zero_reals(self.num_experts), zero_ints(self.num_experts)
         self.tried_D = memoryview(np.zeros((2, self.num_devices), np.uint8))
 
-    def keep(self) -> None:
-        """Keep the present placement if it is the best so far."""
+    def keep(self) -> float:
+        """Keep the present placement if it is the best so far; its seconds."""
         seconds = self.price()
         if seconds < self.kept_s * (1.0 - ROUNDING):
             self.kept_s = seconds
             self.keep_this()
+        return seconds
 
     def keep_this(self) -> None:
         """Keep the present placement."""
@@ -113,7 +114,7 @@ class PlacementDescent(PricedLayer):
             if column == OUT:
                 is_sent = self.holders_EN[expert, self.node_D[device]] == 0
                 return self.load_ED[expert, device] if is_sent else 0.0
-            return self.unserved(expert) / self.holders_E[expert] if self.has_ED[expert, device] else 0.0
+            return self.unserved_E[expert] / self.holders_E[expert] if self.has_ED[expert, device] else 0.0
         is_device = place < self.num_devices
         node = self.node_D[place] if is_device else place - self.num_devices
         num = self.holders_EN[expert, node]
@@ -126,7 +127,7 @@ class PlacementDescent(PricedLayer):
         near = self.rest_EN[expert, node] / num
         if is_device and column == IN:
             return near
-        each_far = self.unserved(expert) / self.holders_E[expert]
+        each_far = self.unserved_E[expert] / self.holders_E[expert]
         return self.load_ED[expert, place] + near + each_far if is_device else each_far * num
 
     def largest_part(self) -> int:

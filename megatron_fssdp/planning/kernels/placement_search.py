@@ -179,8 +179,6 @@ class PlacementSearch(PlacementDescent):
             for i in range(self.num_experts):
                 self.want_E[i] = 1
             for level in range(NUM_LEVELS):
-                if room == 0:  # the last level already used all slots
-                    break
                 # Replicas change plan_D while they are placed, so it is computed anew at each level.
                 for i in range(self.num_devices):
                     self.plan_D[i] = 0.0
@@ -188,10 +186,13 @@ class PlacementSearch(PlacementDescent):
                     self.plan_D[self.owner_E[i]] += self.total_E[i] / self.want_E[i]
                 before = room
                 room = self.give_away(kind == 1, HIGHEST_LEVEL - level * LEVEL_STEP, room)
-                if room != before:
-                    self.become(self.owners_ED)
-                    self.place_wanted()
-                    self.keep()
+                if room == before:
+                    continue
+                self.become(self.owners_ED)
+                self.place_wanted()
+                # All slots are used, or more replicas cost more than they save.
+                if self.keep() > self.start_s or room == 0:
+                    break
 
     def seed_by_sources(self) -> None:
         """Keep the best placement in which devices, or nodes, have the one or two experts they use most."""

@@ -11,7 +11,16 @@ from megatron_fssdp.planning.cost.layer_costs import CostedLayer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 if not cython.compiled:  # the .pxd file imports them for C
-    from megatron_fssdp.planning.kernels.constants import GETS, HOP_BITS, IN, NO_PAIRS, OUT, SENDS, WORK
+    from megatron_fssdp.planning.kernels.constants import (
+        FAR_PAIRS,
+        GETS,
+        HOP_BITS,
+        IN,
+        NO_PAIRS,
+        OUT,
+        SENDS,
+        WORK,
+    )
     from megatron_fssdp.planning.kernels.price_formula import PriceFormula
     from megatron_fssdp.planning.kernels.transfer_trees import TransferTrees
 
@@ -25,24 +34,25 @@ class PricedLayer(TransferTrees):
 
     Attributes:
         load_ED: (token, k) pairs by expert and source device, and ``load_EN`` by source node; ``rest_EN`` are
-            those of devices that lack the expert.
+            those of devices that lack the expert, and ``unserved_E`` those of nodes that lack it.
         slots: Most replicas that a device may hold, and ``used_D`` those that it holds.
         holders_E: Number of holders of each expert, and ``holders_EN`` in each node.
         busy: What each device does in its node, then each node, and from the place ``far_at`` on each device
             between nodes, if its NIC limits it; ``[5, 2 D + N]``. Rows: pairs that one computes, gets and
             sends; experts that it gets and sends. A node gets and sends between nodes.
-        own: What the expert that was last walked adds to the places of nodes, ``[5, N]``; each of its
-            holders computes ``each_far`` pairs of nodes without one.
+        own: What the expert that was last walked adds to the places of nodes that have it, ``[5, N]``; each
+            of its holders computes ``each_far`` pairs of nodes without one.
         hops_E: Hops of each expert's longest path; 0 while it is out.
         fill_E: Hops before the last one of that path: those between nodes, shifted, plus those inside.
         is_smooth: Whether prices have norms of the eighth power in place of the highest numbers of pairs, so
             that every device and link counts a little.
-        most: For each node, load, pairs and moved experts of its devices, then pairs and experts of its
-            devices between nodes: highest values, or sums of eighth powers; then pairs and experts of the
-            node. One more row is of a node with the expert that is out. Then come the rows of all nodes if
-            they lack it. ``[2 N + 1, 7]``.
+        most: For each node the highest values, or sums of eighth powers, of its devices' load, pairs and
+            moved experts in the node, experts between nodes; then the node's experts between nodes; then
+            pairs between nodes, of its devices and of the node. One more row is of a node with the expert
+            that is out. Then come the rows of all nodes if they lack it, and those joined. ``[2 N + 2, 7]``.
+        all_nodes: The columns of ``most``, joined for all nodes.
         is_stale_N: 1 for nodes whose devices changed in the node since :meth:`price`.
-        version: Rises with each change of ``busy``. In ``known_N``, the last rows of ``most`` were written.
+        version: Rises with each change of ``busy``. In ``known``, the last rows of ``most`` were written.
     """
 
     def __init__(self, layer: CostedLayer, placement: ExpertPlacement, slots: int) -> None:
@@ -51,7 +61,8 @@ class PricedLayer(TransferTrees):
         self.load_EN = memoryview(np.array(layer.topology.sum_over_nodes(layer.load_DE).T, order="C"))
         self.slots, self.costs = slots, PriceFormula(layer.costs)
         devices, num_nodes, experts = self.num_devices, self.num_nodes, self.num_experts
-        self.total_E, self.all_pairs, self.num_prices = zero_reals(experts), 0.0, 0
+        self.total_E, self.unserved_E = zero_reals(experts), zero_reals(experts)
+        self.all_pairs, self.num_prices = 0.0, 0
         self.is_smooth = False
         self.holders_E, self.used_D = zero_ints(experts), zero_ints(devices)
         self.hops_E, self.fill_E = zero_ints(experts), zero_ints(experts)
@@ -60,13 +71,14 @@ class PricedLayer(TransferTrees):
         self.far_at = devices + num_nodes
         self.busy = memoryview(np.zeros((5, self.far_at + devices)))
         self.own = memoryview(np.zeros((5, num_nodes)))
-        self.most = memoryview(np.zeros((2 * num_nodes + 1, 7)))
+        self.most, self.all_nodes = memoryview(np.zeros((2 * num_nodes + 2, 7))), zero_reals(7)
         self.is_stale_N, self.most_is_smooth = memoryview(np.ones(num_nodes, np.int64)), False
-        self.known_N, self.version = zero_ints(num_nodes), 0
+        self.known, self.version = -1, 0
         for expert in range(experts):
             for i in range(num_nodes):
                 self.total_E[expert] += self.load_EN[expert, i]
             self.all_pairs += self.total_E[expert]
+            self.unserved_E[expert] = self.total_E[expert]
             for i in range(devices):
                 if self.has_ED[expert, i]:
                     self.put(expert, i, 1)
@@ -74,30 +86,21 @@ class PricedLayer(TransferTrees):
             self.count(expert, 1)
         self.start_s = self.price()
 
-    def unserved(self, expert: int) -> float:
-        """Pairs of an expert from nodes without a holder."""
-        pairs = 0.0
-        for node in range(self.num_nodes):
-            if self.holders_EN[expert, node] == 0:
-                pairs += self.load_EN[expert, node]
-        return pairs
-
     def walk(self, expert: int) -> None:
-        """Find what an expert with its holders adds to the places of nodes, and its longest path."""
-        self.each_far = self.unserved(expert) / self.holders_E[expert]
+        """Find what an expert adds to the places of the nodes that have it, and its longest path."""
+        self.each_far = self.unserved_E[expert] / self.holders_E[expert]
         left = self.holders_E[expert]
         position = 0  # place of the node in the chain between nodes
         node = self.node_D[self.owner_E[expert]]
         self.own_hops = 0
         self.own_fill = 0
-        for _ in range(self.num_nodes):
+        while left > 0:
             num = self.holders_EN[expert, node]
-            left -= num
-            self.own[IN, node] = self.each_far * num
-            self.own[OUT, node] = 0.0 if num > 0 else self.load_EN[expert, node]
-            self.own[GETS, node] = 1.0 if num > 0 and position > 0 else 0.0
-            self.own[SENDS, node] = 1.0 if num > 0 and left > 0 else 0.0
             if num > 0:
+                left -= num
+                self.own[IN, node] = self.each_far * num
+                self.own[GETS, node] = 1.0 if position > 0 else 0.0
+                self.own[SENDS, node] = 1.0 if left > 0 else 0.0
                 depth = 0
                 while num >> (depth + 1):
                     depth += 1
@@ -128,7 +131,7 @@ class PricedLayer(TransferTrees):
                 self.busy[SENDS, place] += sign * self.own[SENDS, node]
                 self.count_in(expert, node, sign)
                 continue
-            self.busy[OUT, place] += sign * self.own[OUT, node]
+            self.busy[OUT, place] += sign * self.load_EN[expert, node]
             if self.costs.limits_devices:
                 for i in range(self.first_N[node], self.first_N[node + 1]):
                     device = self.member_D[i]
@@ -164,11 +167,16 @@ class PricedLayer(TransferTrees):
 
     def put(self, expert: int, device: int, sign: int) -> None:
         """Give an expert that is out to one more device (sign 1), or take it away (sign -1)."""
+        node = self.node_D[device]
         self.has_ED[expert, device] = 1 if sign > 0 else 0
         self.used_D[device] += sign
         self.holders_E[expert] += sign
-        self.holders_EN[expert, self.node_D[device]] += sign
-        self.rest_EN[expert, self.node_D[device]] -= sign * self.load_ED[expert, device]
+        self.holders_EN[expert, node] += sign
+        self.rest_EN[expert, node] -= sign * self.load_ED[expert, device]
+        if self.holders_EN[expert, node] == (1 if sign > 0 else 0):
+            pairs = self.unserved_E[expert] - sign * self.load_EN[expert, node]
+            # Less is the rounding error of a difference.
+            self.unserved_E[expert] = pairs if pairs > NO_PAIRS * self.all_pairs else 0.0
 
     def price(self) -> float:
         """Seconds of the layer without the experts that are out, which every placement of theirs exceeds."""
@@ -180,7 +188,7 @@ class PricedLayer(TransferTrees):
             if self.is_stale_N[node] or self.is_smooth != self.most_is_smooth:
                 self.look_at(node, node, -1)
                 self.is_stale_N[node] = 0
-            self.look_between(node, node, -1)
+            self.look_between(node, node, -1, False)
         self.most_is_smooth = self.is_smooth
         return self.price_with(-1, -1)
 
@@ -225,22 +233,27 @@ class PricedLayer(TransferTrees):
                 moved_far = _join(is_smooth, moved_far, _raised(is_smooth, max(got, sent)))
             rank += has
         self.most[row, 0], self.most[row, 1], self.most[row, 2] = tokens, pairs, moved
-        self.most[row, 4] = moved_far
+        self.most[row, 3] = moved_far
 
-    def look_between(self, node: int, row: int, expert: int) -> None:
-        """Write to a row of ``most`` what goes between nodes, but for the experts of single devices."""
+    def look_between(self, node: int, row: int, expert: int, is_held: bool) -> None:
+        """Write to a row of ``most`` what goes between nodes, but for the experts of single devices.
+
+        The node holds an expert that was walked, or lacks it; -1 for none.
+        """
         place = self.num_devices + node
         got, sent = self.busy[IN, place], self.busy[OUT, place]
         gets, sends = self.busy[GETS, place], self.busy[SENDS, place]
         pairs = 0.0
         is_smooth = self.is_smooth
-        is_held = expert >= 0 and self.holders_EN[expert, node] > 0
         is_sent = expert >= 0 and not is_held
-        if expert >= 0:
-            got, sent = got + self.own[IN, node], sent + self.own[OUT, node]
+        if is_held:
+            got += self.own[IN, node]
             gets, sends = gets + self.own[GETS, node], sends + self.own[SENDS, node]
-        self.most[row, 5] = _raised(is_smooth, max(got, sent))
-        self.most[row, 6] = _raised(is_smooth, max(gets, sends))
+        elif is_sent:
+            sent += self.load_EN[expert, node]
+        self.most[row, 4] = _raised(is_smooth, max(gets, sends))
+        self.most[row, 5] = 0.0
+        self.most[row, 6] = _raised(is_smooth, max(got, sent))
         if not self.costs.limits_devices:
             return
         for i in range(self.first_N[node], self.first_N[node + 1]):
@@ -251,50 +264,89 @@ class PricedLayer(TransferTrees):
             elif is_sent:
                 sent += self.load_ED[expert, device]
             pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
-        self.most[row, 3] = pairs
+        self.most[row, 5] = pairs
 
     def look_without(self, node: int, row: int, expert: int) -> None:
-        """Write to a row of ``most`` what a node does while it lacks an expert that was walked."""
-        for column in range(5):
+        """Write to a row of ``most`` what a node does while it lacks an expert that is out."""
+        for column in range(4):
             self.most[row, column] = self.most[node, column]
-        self.look_between(node, row, expert)
+        self.look_between(node, row, expert, False)
+
+    def join_none(self) -> None:
+        """Begin to join rows."""
+        for column in range(7):
+            self.all_nodes[column] = 0.0
+
+    def join(self, row: int, first: int) -> None:
+        """Join the columns of a row of ``most``, from the first one on, to ``all_nodes``."""
+        if self.is_smooth:
+            for column in range(first, 7):
+                self.all_nodes[column] += self.most[row, column]
+        else:
+            for column in range(first, 7):
+                self.all_nodes[column] = max(self.all_nodes[column], self.most[row, column])
+
+    def join_holders(self, expert: int) -> None:
+        """Write to ``all_nodes`` what all nodes do with an expert that is out.
+
+        A node without it does the same wherever its holders are. One with it does more than without, but for
+        the pairs that it sends to other nodes.
+        """
+        after = self.num_nodes + 1
+        joined = after + self.num_nodes
+        if self.known != self.version:
+            self.known = self.version
+            self.join_none()
+            for node in range(self.num_nodes):
+                self.look_without(node, after + node, expert)
+                self.join(after + node, 0)
+            for column in range(FAR_PAIRS):
+                self.most[joined, column] = self.all_nodes[column]
+        self.join_none()
+        self.join(joined, 0)
+        for node in range(self.num_nodes):
+            if self.holders_EN[expert, node] == 0:
+                self.join(after + node, FAR_PAIRS)
+                continue
+            if self.is_smooth:
+                for column in range(FAR_PAIRS):
+                    self.all_nodes[column] -= self.most[after + node, column]
+            self.look_at(node, self.num_nodes, expert)
+            self.look_between(node, self.num_nodes, expert, True)
+            self.join(self.num_nodes, 0)
 
     def price_with(self, expert: int, beside: int) -> float:
         """Seconds with an expert that is out, and one that came in since :meth:`price`; -1 for none."""
-        tokens = near = far = far_device = moved_near = moved_far = moved_device = 0.0
-        hops, fill, is_smooth = self.hops, self.fill, self.is_smooth
+        hops, fill, row = self.hops, self.fill, self.num_nodes
         if expert >= 0:
             self.walk(expert)
             hops, fill = max(hops, self.own_hops), max(fill, self.own_fill)
+        if expert >= 0 and beside < 0:
+            self.join_holders(expert)
+        else:
+            self.join_none()
+            for node in range(self.num_nodes):
+                if expert < 0:
+                    self.join(node, 0)
+                    continue
+                if self.holders_EN[expert, node] + self.holders_EN[beside, node] > 0:
+                    self.look_at(node, row, expert)
+                    self.look_between(node, row, expert, self.holders_EN[expert, node] > 0)
+                else:
+                    self.look_without(node, row, expert)
+                self.join(row, 0)
         if beside >= 0:
             hops, fill = max(hops, self.hops_E[beside]), max(fill, self.fill_E[beside])
-        for node in range(self.num_nodes):
-            row = node
-            if expert >= 0:
-                row = self.num_nodes
-                is_held = self.holders_EN[expert, node] > 0
-                if is_held or (beside >= 0 and self.holders_EN[beside, node] > 0):
-                    self.look_at(node, row, expert)
-                    self.look_between(node, row, expert)
-                elif beside >= 0:
-                    self.look_without(node, row, expert)
-                else:
-                    row += 1 + node
-                    if self.known_N[node] != self.version:
-                        # The row is the same for all holders of the expert in other nodes.
-                        self.look_without(node, row, expert)
-                        self.known_N[node] = self.version
-            tokens = _join(is_smooth, tokens, self.most[row, 0])
-            near = _join(is_smooth, near, self.most[row, 1])
-            moved_near = _join(is_smooth, moved_near, self.most[row, 2])
-            far_device = _join(is_smooth, far_device, self.most[row, 3])
-            moved_device = _join(is_smooth, moved_device, self.most[row, 4])
-            far = _join(is_smooth, far, self.most[row, 5])
-            moved_far = _join(is_smooth, moved_far, self.most[row, 6])
-        if is_smooth:
-            tokens, near, far = _eighth_root(tokens), _eighth_root(near), _eighth_root(far)
-            far_device, moved_device = _eighth_root(far_device), _eighth_root(moved_device)
-            moved_near, moved_far = _eighth_root(moved_near), _eighth_root(moved_far)
+        return self.joined_seconds(hops, fill)
+
+    def joined_seconds(self, hops: int, fill: int) -> float:
+        """Seconds by what all nodes do, and by the longest path of an expert."""
+        if self.is_smooth:
+            for column in range(7):
+                self.all_nodes[column] = _eighth_root(self.all_nodes[column])
+        tokens, near, moved_near = self.all_nodes[0], self.all_nodes[1], self.all_nodes[2]
+        moved_device, moved_far = self.all_nodes[3], self.all_nodes[4]
+        far_device, far = self.all_nodes[5], self.all_nodes[6]
         self.num_prices += 1
         # Less is the rounding error of a difference.
         near = near if near > NO_PAIRS * self.all_pairs else 0.0

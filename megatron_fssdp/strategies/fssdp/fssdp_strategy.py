@@ -212,13 +212,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             return "even"
         known = self._policies.get(context.layer)
         if known is None or known[0] is not plan.placement:
-            exact, counts = replace(plan, dispatch_policy="exact"), history.iterations_like(MOST_PRICED)
-            even_s, exact_s = (
-                sum(plan_price(way, counts_DE, context).seconds for counts_DE in counts)
-                for way in (plan, exact)
-            )
-            policy: DispatchPolicy = "exact" if exact_s < (1 - LEAST_SAVING) * even_s else "even"
-            known = self._policies[context.layer] = plan.placement, policy
+            counts = history.iterations_like(MOST_PRICED)
+            known = self._policies[context.layer] = plan.placement, _cheaper_policy(plan, counts, context)
         return known[1]
 
     def reshards_at(self, iteration: int) -> bool:
@@ -264,3 +259,16 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         """Modelled seconds with other owners and their replicas, if every source sends equally much."""
         load_DE = np.tile(load_E / context.num_devices, (context.num_devices, 1))
         return self._searches.searched(replace(context, owner_E=owner_E), load_DE).planned_s
+
+
+def _cheaper_policy(plan: LayerPlan, counts: Sequence[np.ndarray], context: LayerContext) -> DispatchPolicy:
+    """Exact shares, if they save enough of the mean seconds of iterations ``[D, E]``; otherwise even ones."""
+    even = [plan_price(plan, counts_DE, context) for counts_DE in counts]
+    even_s = sum(price.seconds for price in even)
+    # Loads cannot become more than level.
+    level_s = context.costs.pair_s * sum(float(c.sum()) for c in counts) / context.num_devices
+    if sum(price.experts_s for price in even) - level_s <= LEAST_SAVING * even_s:
+        return "even"
+    exact = replace(plan, dispatch_policy="exact")
+    exact_s = sum(plan_price(exact, counts_DE, context).seconds for counts_DE in counts)
+    return "exact" if exact_s < (1 - LEAST_SAVING) * even_s else "even"
