@@ -17,12 +17,13 @@ BRIDGE_IMPORTS=(
   accelerate braceexpand datasets einops filetype hydra-core megatron-energon mfusepy multi-storage-client ninja
   nvidia-ml-py nvidia-modelopt omegaconf peft pulp rapidyaml requests s3fs scipy tensorboard transformers webdataset
 )
-# What verl's workers import. Its own requirements want an older transformers, and its extras another Megatron-Bridge.
-VERL_IMPORTS=(codetiming ray tensordict torchdata)
+# What verl's workers import, beside tensordict. Requirements of verl want an older transformers, those of its extras
+# another Megatron-Bridge, and those of tensordict 0.10 an older packaging.
+VERL_IMPORTS=(codetiming orjson pyvers ray torchdata)
 
 _install_packages() {
   _pip_install --editable "${ROOT}[dev]" mcore-bridge ms-swift "${BRIDGE_IMPORTS[@]}" "${VERL_IMPORTS[@]}" &&
-    _pip_install --no-deps megatron-bridge verl &&
+    _pip_install --no-deps megatron-bridge tensordict verl &&
     # verl's wheel has packages of these names, which hide those of this project.
     rm -rf "$VENV"/lib/python3.12/site-packages/{tests,scripts}
 }
