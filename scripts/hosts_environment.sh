@@ -19,7 +19,7 @@ BRIDGE_IMPORTS=(
 )
 # What verl's workers import, beside tensordict. Requirements of verl want an older transformers, those of its extras
 # another Megatron-Bridge, and those of tensordict 0.10 an older packaging.
-VERL_IMPORTS=(codetiming orjson pyvers ray torchdata)
+VERL_IMPORTS=(codetiming orjson pyvers ray)
 
 _install_packages() {
   _pip_install --editable "${ROOT}[dev]" mcore-bridge ms-swift "${BRIDGE_IMPORTS[@]}" "${VERL_IMPORTS[@]}" &&
