@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv-hosts, beside .venv, in which the tests of tests/hosts train: this project, Megatron-Bridge, ms-swift and
-# mcore-bridge, without CUDA extensions. usage: bash scripts/hosts_environment.sh
+# Makes .venv-hosts, beside .venv, in which the tests of tests/hosts train: this project, Megatron-Bridge, ms-swift,
+# mcore-bridge and verl, without CUDA extensions. usage: bash scripts/hosts_environment.sh
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -17,10 +17,15 @@ BRIDGE_IMPORTS=(
   accelerate braceexpand datasets einops filetype hydra-core megatron-energon mfusepy multi-storage-client ninja
   nvidia-ml-py nvidia-modelopt omegaconf peft pulp rapidyaml requests s3fs scipy tensorboard transformers webdataset
 )
+# What verl's workers import, beside tensordict. Requirements of verl want an older transformers, those of its extras
+# another Megatron-Bridge, and those of tensordict 0.10 an older packaging.
+VERL_IMPORTS=(codetiming orjson pyvers ray)
 
 _install_packages() {
-  _pip_install --editable "${ROOT}[dev]" mcore-bridge ms-swift "${BRIDGE_IMPORTS[@]}" &&
-    _pip_install --no-deps megatron-bridge
+  _pip_install --editable "${ROOT}[dev]" mcore-bridge ms-swift "${BRIDGE_IMPORTS[@]}" "${VERL_IMPORTS[@]}" &&
+    _pip_install --no-deps megatron-bridge tensordict verl &&
+    # verl's wheel has packages of these names, which hide those of this project.
+    rm -rf "$VENV"/lib/python3.12/site-packages/{tests,scripts}
 }
 
 prepare_environment

@@ -1,6 +1,6 @@
-"""Lets Megatron-Bridge, and ms-swift with mcore-bridge, build and train models on CPU ranks.
+"""Lets Megatron-Bridge, ms-swift with mcore-bridge, and verl build and train models on CPU ranks.
 
-Both import Transformer Engine without a condition, and Megatron-Bridge imports NVIDIA's resiliency extension.
+They import Transformer Engine without a condition, and Megatron-Bridge imports NVIDIA's resiliency extension.
 Empty modules and classes take their places, so that imports, ``isinstance`` and subclasses work. Layers,
 models and loops remain those of the hosts, apart from the layer specification: see :func:`use_local_layers`.
 """

@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 _MODULES = {
     "bridge": ("megatron.bridge", "megatron.bridge.training.pretrain", "tests.hosts.bridge_configuration"),
+    "verl": ("megatron.bridge", "verl.workers.engine_workers", "verl.workers.engine.megatron"),
     "swift": ("mcore_bridge.model.register", "swift.megatron.trainers", "swift.megatron.pipelines"),
 }
 _FIXED = {"MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}

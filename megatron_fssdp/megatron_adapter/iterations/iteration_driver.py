@@ -134,6 +134,11 @@ class IterationDriver:
         self._number, self._began_s = iteration + 1, time.perf_counter()
         self.runtime.begin_iteration(num_micro_batches, iteration + 1)
 
+    def check_residents(self) -> None:
+        """Refuse weights that resident replicas have not followed, before forward passes."""
+        if self._residents is not None:
+            self._residents.check()
+
     def begin_step(self) -> None:
         """Bring all gradients home, and start to share counts, before the optimizer's step."""
         self.runtime.finish_gradients()

@@ -96,6 +96,7 @@ class ModelIterations(HostModel):
         if self._stock is not None:
             self._stock.clear()
         if self.driver is not None:
+            self.driver.check_residents()
             if not self._is_prepared:  # An iteration that was dropped is not prepared again.
                 self.driver.prepare(self.num_done, num_micro_batches)
             self._is_prepared = True
@@ -124,6 +125,8 @@ class ModelIterations(HostModel):
         if self.session is None:
             yield
             return
+        if self.driver is not None:
+            self.driver.check_residents()
         outside = self.session.runtime.begin_evaluation()
         try:
             yield

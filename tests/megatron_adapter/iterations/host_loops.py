@@ -1,7 +1,7 @@
 """The training loops of hosts, reduced to their calls of megatron-core, on a GPT-MoE with hot experts."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,7 @@ class Host:
             self.model.disable_forward_pre_hook(param_sync=False)
             self.config.param_sync_func = None
         self.at(0)
+        self.reference: dict[str, torch.Tensor] = {}
         self.found = Trained()
 
     def at(self, iteration: int) -> None:
@@ -101,6 +102,28 @@ class Host:
         with torch.no_grad():
             self.found.forward_only.append(self.passes(2, model=model, forward_only=True))
         self.model.train()
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Give the model the weights of a reference, by their names, and its own ones afterwards."""
+        import megatron_fssdp
+
+        megatron_fssdp.restore_owners(self.model)
+        overlaps = bool(self.model.remove_forward_pre_hook_handles)
+        if overlaps:
+            self.model.disable_forward_pre_hook()
+        own = {name: one.detach().clone() for name, one in self.gpt.named_parameters()}
+        self.reference = self.reference or {name: 0.9 * one for name, one in own.items()}
+        self._write(self.reference)
+        yield
+        self._write(own)
+        if overlaps:
+            self.model.enable_forward_pre_hook()
+
+    @torch.no_grad()
+    def _write(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, one in self.gpt.named_parameters():
+            one.copy_(weights[name])
 
     def reset(self) -> None:
         self.model.zero_grad_buffer()
@@ -175,7 +198,9 @@ def verl(host: Host, iteration: int) -> None:
 
 
 def slime(host: Host, iteration: int) -> None:
-    host.log_probabilities(host.reference)
+    """Log-probabilities of a reference, whose weights are written over the model's for a while."""
+    with host.other_weights():
+        host.log_probabilities()
     host.reset()
     loss = host.passes()
     assert not host.optimizer.prepare_grads()
@@ -293,7 +318,6 @@ def train_under(
     for name, settings in strategies:
         attachment = megatron_fssdp.attach(name, settings)
         host: Any = Host(**options)
-        host.reference = build(config()).eval() if loop == "slime" else None
         host.model.train()
         for iteration in range(5):
             made.clear()

@@ -107,6 +107,12 @@ def refusals(rank: int, world_size: int) -> list[str]:
     note(lambda: megatron_fssdp.restore_owners(host.model))
     while not said[-1]:
         note(lambda: host.step(host.passes()))  # Gradients are never set to zero, and experts move.
+    megatron_fssdp.attach("flexmoe", {"placement_interval": 1, "window": 1})
+    host = Host()
+    host.model.train()
+    for iteration in range(4):
+        swift(host, iteration)
+    note(lambda: host_loops.slime(host, 4))
     wrapped = host_loops.build(host_loops.config())
     for layer in wrapped.decoder.layers:
         for expert in layer.mlp.experts.local_experts:
@@ -119,9 +125,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_be_served_is_one_line() -> None:
-    for in_iteration, between, *_, kept, adapted, other in run_megatron_ranks(refusals, 2, ep=2):
+    for in_iteration, between, *_, kept, written, adapted, other in run_megatron_ranks(refusals, 2, ep=2):
         assert not between
         assert "in the middle of an iteration" in in_iteration
         assert "zero_grad_buffer()" in kept
+        assert "weights of experts that were written" in written
         assert "LoRA" in adapted
         assert "none on rank 0 and fssdp on rank 1" in other

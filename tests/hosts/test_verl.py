@@ -1,0 +1,60 @@
+"""PPO by verl's workers under the plugin is that of stock, on CPU ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.conftest import assert_balanced, assert_equal
+from tests.hosts.forked_ranks import Host
+
+HOST = "verl", "verl"
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
+FSSDP = "--attach fssdp --settings slots=2,overlap_degree=3"
+MOVING = "--attach smartmoe --settings reshard_interval=3"
+EQUAL = [  # options of both runs, those of the plugin, number of ranks
+    *(("", f"--attach {name}", 2) for name in ("fssdp", "fastermoe", "auto", "quota")),
+    ("", "--attach flexmoe --settings placement_interval=2,window=2", 2),
+    *((options, FSSDP, 2) for options in ("--critic --reference", "--replay", "--offload", "--recompute")),
+    ("--pp 2", FSSDP, 4),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The option for the model."""
+    return f"--folder {tmp_path_factory.mktemp('training')}"
+
+
+@pytest.mark.parametrize(("options", "plugin", "ranks"), EQUAL)
+def test_ppo_is_that_of_stock(host: Host, folder: str, options: str, plugin: str, ranks: int) -> None:
+    run = host.run(f"{folder} {options} {plugin}", ranks=ranks)
+    assert_equal(run, host.stock(f"{folder} {options}", ranks))
+    assert_balanced(run, steps=12)
+
+
+def test_an_external_library_turns_a_strategy_on(host: Host, folder: str, tmp_path: Path) -> None:
+    (file := tmp_path / "balanced_experts.py").write_text(
+        "import megatron_fssdp\n\nmegatron_fssdp.attach_from_environment()\n"
+    )
+    run = host.run(f"{folder} --external-lib {file}", MEGATRON_FSSDP_STRATEGY="fssdp")
+    assert_equal(run, host.stock(f"{folder} "))
+    assert_balanced(run, steps=12)
+
+
+@pytest.mark.parametrize("options", ["", "--fully-reshardable"])
+def test_checkpoints_and_exports_have_moved_experts(
+    host: Host, folder: str, tmp_path: Path, options: str
+) -> None:
+    run = host.run(f"{folder} {options} {MOVING} --save {tmp_path}")
+    assert_equal(run, host.stock(f"{folder} "))
+    assert "re-sharded" in run.log
+    losses = host.stock(f"{folder} --steps 6").values("loss")
+    for plugin in ("", MOVING):
+        resumed = host.run(f"{folder} {options} {plugin} --load {tmp_path} --first-step 3")
+        assert resumed.values("loss") == pytest.approx(losses[12:], rel=1e-6)
+
+
+def test_smartmoe_wants_a_word(host: Host, folder: str) -> None:
+    run = host.run(f"{folder} --attach smartmoe")
+    assert all(run.codes)
+    assert "wanted your word that experts may move" in run.log
