@@ -84,9 +84,12 @@ class Workload:
         if self.name == "W4":
             ends = np.cumsum(np.arange(1, devices + 1)) * (shape.tokens_per_device * devices)
             tokens_D = np.diff(ends // (devices * (devices + 1) // 2), prepend=0)
-        share_IDE = np.repeat(popularity_IZE.reshape(-1, 1, shape.num_experts), devices, axis=1)
-        counts_IDE = counts_of_shares(share_IDE, tokens_D, shape.top_k)
-        return counts_IDE.reshape(*popularity_IZE.shape[:2], devices, -1)
+        # Most workloads repeat few kinds of iterations.
+        kinds_IE, kind_I = np.unique(
+            popularity_IZE.reshape(-1, shape.num_experts), axis=0, return_inverse=True
+        )
+        counts_IDE = counts_of_shares(np.repeat(kinds_IE[:, None], devices, axis=1), tokens_D, shape.top_k)
+        return counts_IDE[kind_I.reshape(-1)].reshape(*popularity_IZE.shape[:2], devices, -1)
 
     def _popularity_IZE(self, shape: WorkloadShape, seed: int) -> NDArray[np.float64]:
         """Each expert's share of all assignments on any positive scale, float64 ``[I, Z, E]``."""
@@ -166,12 +169,12 @@ def counts_of_shares(share_IDE: NDArray[np.float64], tokens_D: Counts, top_k: in
     counts_IDE = np.minimum(np.floor(wanted_IDE + 1e-9).astype(np.int64), tokens_D[None, :, None])
     left_ID = tokens_D[None, :] * top_k - counts_IDE.sum(axis=2)
     start_ID = np.cumsum(left_ID, axis=1) - left_ID
-    for i, d in np.argwhere(left_ID > 0):
-        fraction_E = wanted_IDE[i, d] - counts_IDE[i, d]
-        rank_E = (np.arange(num_experts) - start_ID[i, d]) % num_experts
-        order = np.lexsort((rank_E, -np.round(fraction_E, 9)))
-        room = order[counts_IDE[i, d, order] < tokens_D[d]]
-        counts_IDE[i, d, room[: left_ID[i, d]]] += 1
+    for counts_DE, wanted_DE, left_D, start_D in zip(counts_IDE, wanted_IDE, left_ID, start_ID, strict=True):
+        rank_DE = (np.arange(num_experts) - start_D[:, None]) % num_experts
+        order_DE = np.lexsort((rank_DE, -np.round(wanted_DE - counts_DE, 9)))
+        has_room_DE = np.take_along_axis(counts_DE < tokens_D[:, None], order_DE, axis=1)
+        gets_DE = has_room_DE & (np.cumsum(has_room_DE, axis=1) <= left_D[:, None])
+        counts_DE += np.take_along_axis(gets_DE, np.argsort(order_DE, axis=1), axis=1)
     return counts_IDE
 
 
