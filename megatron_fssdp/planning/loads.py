@@ -35,6 +35,7 @@ class LoadHistory:
         self._errors: deque[tuple[float, float]] = deque(maxlen=window)
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
         self._micro_batches: Sequence[Callable[[], np.ndarray]] = ()
+        self._forecast_DE: np.ndarray | None = None  # of the next iteration, once it was asked for
 
     def append(self, counts_DE: np.ndarray, micro_batches: Sequence[Callable[[], np.ndarray]] = ()) -> None:
         """Add the (token, k) pairs of one iteration, integers ``[D, E]``, or raise a ValueError.
@@ -46,8 +47,8 @@ class LoadHistory:
         load_E = kept.sum(axis=0)
         # A window of one iteration has one forecast: the last counts.
         if self._num_settled and self.window > 1:
-            settled_IE = np.stack(list(self._loads)[-self._num_settled :])
-            forecasts = settled_IE.sum(axis=0), settled_IE[-1]
+            settled = list(self._loads)[-self._num_settled :]
+            forecasts = np.asarray(sum(settled)), settled[-1]
             if has_jumped(load_E, forecasts[0]):
                 # No forecast expects a jump, so the jump tells nothing about them.
                 self._num_settled = 0
@@ -59,7 +60,7 @@ class LoadHistory:
         self._sum_DE += kept - (self._latest[0] if len(self._latest) == self.window else 0)
         self._latest.append(kept)
         self._loads.append(load_E)
-        self._micro_batches = micro_batches
+        self._micro_batches, self._forecast_DE = micro_batches, None
         self.num_seen += 1
 
     def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
@@ -117,8 +118,14 @@ class LoadHistory:
         """Counts that the next iteration will probably have, float64 ``[D, E]``, zeros at first (ours).
 
         The mean since a jump evens out small batches, and the last counts follow a gate that wanders: the one
-        that would have been closest in the last ``window`` iterations is taken.
+        that would have been closest in the last ``window`` iterations is taken. The array is read-only.
         """
+        if self._forecast_DE is None:
+            self._forecast_DE = self._closest_DE()
+            self._forecast_DE.setflags(write=False)
+        return self._forecast_DE
+
+    def _closest_DE(self) -> np.ndarray:
         mean, last = np.sum(self._errors, axis=0) if self._errors else (0.0, 0.0)
         if last < mean:
             return self._latest[-1].astype(np.float64)
