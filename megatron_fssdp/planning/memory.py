@@ -153,13 +153,15 @@ def memory_capacity(
     expert_elements: int,
     dtype_bytes: int,
     num_experts: int,
+    owned_per_layer: int,
     messages: MessageRule | None,
 ) -> tuple[int, tuple[int, int, int]]:
     """Number of replicas that a device can hold for one layer, m (Hecate, §4.2), from 0 to ``num_experts``.
 
     The second result is for strategies that decide about the life of each layer's replicas (ours): how many
     a layer can keep for the iteration, hold for a pass, and hold for each micro-batch in flight. All fit
-    together, whatever the layers decide: all passes share one part of the memory.
+    together, whatever the layers decide. Layers with passes share one part of the memory. It has room for
+    ``owned_per_layer`` replicas at least, those of a device with a high load, or else layers keep fewer.
 
     This is not for resident replicas. All ranks must plan with the lowest numbers of any. ``free_bytes`` are
     free at the peak of an iteration without replicas. Without ``messages``, no buffers are counted for the
@@ -167,28 +169,37 @@ def memory_capacity(
     """
     expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
     usable_bytes = max(free_bytes - int(free_bytes * RESERVE_FRACTION), 0)
+    in_pass, num_layers = replace(held, life=ReplicaLife.LAYER_PASS), held.stage.num_layers
 
-    def fitting(one: HeldReplicas) -> int:
+    def buffers_bytes(one: HeldReplicas, slots: int) -> int:
+        if messages is None or not slots:
+            return 0
+        return _buffers_bytes(one, MAX_CHILDREN * slots, slots, expert_bytes, sum_bytes, messages)
+
+    def fitting(one: HeldReplicas, most_bytes: int) -> int:
         slot_bytes = _weights_bytes(one, expert_elements, dtype_bytes)
         slot_bytes += _sums_bytes(one, expert_bytes, sum_bytes)
-        if messages is None:
-            return usable_bytes // slot_bytes
-
-        def buffers_bytes(slots: int) -> int:
-            return _buffers_bytes(one, MAX_CHILDREN * slots, slots, expert_bytes, sum_bytes, messages)
-
         # Buffers grow with the slots up to a bound.
-        most_bytes = buffers_bytes(num_experts)
-        return max(usable_bytes // (slot_bytes + buffers_bytes(1)), (usable_bytes - most_bytes) // slot_bytes)
+        few = most_bytes // (slot_bytes + buffers_bytes(one, 1))
+        many = (most_bytes - buffers_bytes(one, num_experts)) // slot_bytes
+        return min(max(few, many, 0), num_experts)
 
-    kept, in_pass = fitting(held), fitting(replace(held, life=ReplicaLife.LAYER_PASS))
-    # Of several replicas in each layer, passes get the memory of one. Of a single one, they get all of it.
-    mixed = (kept - 1, in_pass // kept) if kept > 1 else (0, in_pass)
+    # A layer with passes keeps nothing. So where there is one, passes get what all others leave.
+    weights_bytes = _weights_bytes(held, expert_elements, dtype_bytes)
+    sums_bytes = _sums_bytes(held, expert_bytes, sum_bytes)
+    others_bytes = weights_bytes - weights_bytes // num_layers + sums_bytes
+    if held.layers_with_sums:
+        others_bytes -= sums_bytes // num_layers
+
+    def passes_beside(kept: int) -> int:
+        return fitting(in_pass, usable_bytes - kept * others_bytes - buffers_bytes(held, kept))
+
+    most = kept = fitting(held, usable_bytes)
+    while kept and passes_beside(kept) < owned_per_layer:
+        kept -= 1
     # A layer with replicas of micro-batches has no sums, which need no less than the weights.
-    in_flight = held.stage.layers_in_flight(held.num_micro_batches)
-    each = mixed[0] * held.stage.num_layers // max(in_flight, held.stage.num_layers)
-    most, *of_lives = (min(num_experts, number) for number in (kept, *mixed, each))
-    return most, (of_lives[0], of_lives[1], of_lives[2])
+    each = kept * num_layers // max(held.stage.layers_in_flight(held.num_micro_batches), num_layers)
+    return most, (kept, passes_beside(kept), each)
 
 
 def held_replicas_bytes(

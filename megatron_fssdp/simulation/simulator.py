@@ -260,6 +260,7 @@ def layer_profile(
             expert_elements=job.expert_elements,
             dtype_bytes=job.dtype_bytes,
             num_experts=job.num_experts,
+            owned_per_layer=-(-job.num_experts // job.num_devices),
             messages=job.messages(cluster) if job.on_cuda else None,
         )
     return LayerProfile(

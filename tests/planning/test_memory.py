@@ -121,6 +121,7 @@ def capacity(
         "expert_elements": 100,
         "dtype_bytes": 2,
         "num_experts": 8,
+        "owned_per_layer": 2,
         "held": held(life, num_micro_batches, layers=(layers,), num_stages=num_stages),
         "messages": None,
     }
@@ -202,23 +203,29 @@ def test_replicas_of_measured_iterations_take_what_they_were_given_room_for():
     num_layers=st.integers(1, 30),
     num_micro_batches=st.integers(1, 3),
     kept_layers=st.integers(0, 30),
+    owned=st.integers(1, 8),
 )
 def test_whatever_life_the_layers_have_their_replicas_fit(
-    free_bytes, num_layers, num_micro_batches, kept_layers
+    free_bytes, num_layers, num_micro_batches, kept_layers, owned
 ):
     of = held(num_micro_batches=num_micro_batches, layers=(num_layers,))
     sizes = {"expert_elements": 10, "dtype_bytes": 2, "num_experts": 10**6, "messages": None}
+    sizes["owned_per_layer"] = owned
     most, (kept, in_pass, each) = memory_capacity(free_bytes, of, **sizes)
-    assert kept in (0, most - 1)
     kept_layers = min(kept_layers, num_layers)
     # Weights and sums of layers that keep them, sums of one layer in one micro-batch; one of the others.
     of_kept = kept_layers * kept * 10 * (2 + 4 * (num_micro_batches > 1))
     made = 10 * 4 * (num_micro_batches == 1)
-    assert of_kept + (kept * made if kept_layers else 0) + in_pass * 10 * (2 + 2) <= free_bytes
-    if most > 1:
-        assert in_pass > 0
-        # One micro-batch is in flight: weights of all layers, and sums of one layer's pass.
-        assert num_layers * each * 10 * 2 + each * 10 * 4 <= free_bytes
-        assert each == kept
-    elif free_bytes * 0.8 >= 40:
-        assert in_pass == (free_bytes - int(free_bytes * 0.2)) // 40
+    of_passes = in_pass * 10 * (2 + 2) if kept_layers < num_layers else 0
+    assert of_kept + (kept * made if kept_layers else 0) + of_passes <= free_bytes
+    # One micro-batch is in flight: weights of all layers, and sums of one layer's pass.
+    assert num_layers * each * 10 * 2 + each * 10 * 4 <= free_bytes
+    assert each == kept <= most
+
+    def left_beside(number):
+        of_others = number * ((num_layers - 1) * 10 * (2 + 4 * (num_micro_batches > 1)) + made)
+        return (free_bytes - int(free_bytes * 0.2) - of_others) // 40
+
+    assert in_pass == left_beside(kept)
+    assert in_pass >= owned or not kept
+    assert kept == most or left_beside(kept + 1) < owned

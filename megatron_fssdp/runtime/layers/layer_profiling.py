@@ -75,6 +75,7 @@ def profile_layers(
         expert_elements=layout.numel,
         dtype_bytes=layout.dtype.itemsize,
         num_experts=first.context.num_experts,
+        owned_per_layer=-(-first.context.num_experts // first.context.num_devices),
         # Between CPUs, messages are so small that the reserve covers them.
         messages=messages if device.type == "cuda" else None,
     )
