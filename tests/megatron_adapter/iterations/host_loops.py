@@ -295,7 +295,7 @@ def train_under(
         host: Any = Host(**options)
         host.reference = build(config()).eval() if loop == "slime" else None
         host.model.train()
-        for iteration in range(5):
+        for iteration in range(4):
             made.clear()
             LOOPS[loop](host, iteration)
             host.found.replicas.append(max(made, default=0))
