@@ -19,6 +19,7 @@ from tests.support.python_process import python_output
 
 from .test_reference import drawn_routing
 
+pytest.importorskip("devtools.virtual_cuda.posing.triton_kernels")  # which makes Triton's interpreter faster
 kernels = pytest.importorskip("megatron_fssdp.runtime.slots.remap.kernels")
 interval_kernel = pytest.importorskip("megatron_fssdp.runtime.slots.remap.interval_kernel")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
