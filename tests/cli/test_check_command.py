@@ -1,10 +1,8 @@
-"""`megatron-fssdp check`, and the same check by `train`, in processes of their own: it changes torch.
-
-One of them is a new process. The others are forked with Megatron in them.
-"""
+"""`megatron-fssdp check`, and the same check by `train`, in forked processes: it changes torch."""
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -37,7 +35,7 @@ def on_rank(rank: int, world_size: int, words: list[str], folder: Path) -> tuple
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
         app.main()
-    return ended.value.code, out.getvalue(), err.getvalue()
+    return ended.value.code or 0, out.getvalue(), err.getvalue()
 
 
 def run(*words: str, cwd: Path) -> tuple[object, str, str]:
@@ -46,12 +44,17 @@ def run(*words: str, cwd: Path) -> tuple[object, str, str]:
     return ended
 
 
-def test_a_right_command_is_ok(tmp_path: Path) -> None:
-    command = ("check", "--", *f"{TORCHRUN} {GPT} --moe-strategy fssdp".split())
+def run_newly(*words: str, cwd: Path) -> tuple[object, str, str]:
     variables = {"MEGATRON_FSSDP_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
-    done = run_python("-m", "megatron_fssdp.cli.app", *command, cwd=tmp_path, **variables)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "OK: pretrain_gpt can start on 2 CPU ranks; the model and the data were not built\n"
+    done = run_python("-m", "megatron_fssdp.cli.app", *words, cwd=cwd, **variables)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("runs", [run, pytest.param(run_newly, marks=pytest.mark.slow)])
+def test_a_right_command_is_ok(runs: Callable[..., tuple[object, str, str]], tmp_path: Path) -> None:
+    code, out, err = runs("check", "--", *f"{TORCHRUN} {GPT} --moe-strategy fssdp".split(), cwd=tmp_path)
+    assert (code, err) == (0, "")
+    assert out == "OK: pretrain_gpt can start on 2 CPU ranks; the model and the data were not built\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -262,7 +262,7 @@ def test_fssdp_balances_a_forced_hot_expert(
 
     The first iteration, which is planned by its own counts, is balanced as well.
     """
-    arguments = "{EP4} --train-iters 5 --seq-length 256 --max-position-embeddings 256"
+    arguments = "{EP4} --train-iters 3 --seq-length 256 --max-position-embeddings 256"
     stock = train(4, arguments, text_data, before=force_hot_expert)
     strategy = f"fssdp {settings} record_dir={tmp_path}"
     run = train(4, arguments, text_data, strategy=strategy, before=force_hot_expert)
