@@ -64,9 +64,9 @@ def run_ranks(
 
     ``fn`` is a function at the top of a module; its arguments and results are picklable. ``timeout_s`` limits
     the call. ``env`` cannot set what libraries read at import, such as OMP_NUM_THREADS (always 1).
-    ``preload`` is what the server imports ("module") or has called ("module:function") before the fork, beside
-    the module of ``fn``; this process keeps a server for each set of called functions until it ends. After a
-    rank has failed, the others have ``grace_s`` to end by themselves.
+    ``preload`` is what the server imports ("module") or has called ("module:function") before the fork, as it
+    imports the module of ``fn``; this process keeps a server for each set of called functions until it ends.
+    After a rank has failed, the others have ``grace_s`` to end by themselves.
 
     Raises:
         RankError: A rank raised an exception, died, or still ran at the time limit. All ranks have ended.
