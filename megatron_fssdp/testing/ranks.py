@@ -1,6 +1,6 @@
 """Runs a function on the ranks of a new process group within a fraction of a second.
 
-A server process imports the libraries once, computes nothing, and forks the ranks of every call.
+A server process imports every module once, computes nothing, and forks the ranks of every call.
 """
 
 import atexit
@@ -46,6 +46,7 @@ class _Job(NamedTuple):
     timeout_s: float
     grace_s: float
     env: dict[str, str]
+    preload: tuple[str, ...]
     preparation: dict[str, Any]  # import path, working directory and main module, as multiprocessing has them
     folder: Path  # for <rank>.log, and the pickled <rank>.result or <rank>.failure (its time and traceback)
 
@@ -63,9 +64,9 @@ def run_ranks(
 
     ``fn`` is a function at the top of a module; its arguments and results are picklable. ``timeout_s`` limits
     the call. ``env`` cannot set what libraries read at import, such as OMP_NUM_THREADS (always 1).
-    ``preload`` is what the server imports ("module") or calls ("module:function") before the first fork; this
-    process keeps a server for each ``preload`` until it ends. After a rank has failed, the others have
-    ``grace_s`` to end by themselves.
+    ``preload`` is what the server imports ("module") or has called ("module:function") before the fork, as it
+    imports the module of ``fn``; this process keeps a server for each set of called functions until it ends.
+    After a rank has failed, the others have ``grace_s`` to end by themselves.
 
     Raises:
         RankError: A rank raised an exception, died, or still ran at the time limit. All ranks have ended.
@@ -83,11 +84,10 @@ def run_ranks(
         ) from None
     preparation = spawn.get_preparation_data("rank")
     del preparation["authkey"]  # which cannot be sent
-    # Every test file imports pytest, and one import in the server is cheaper than one on every rank.
-    preload = (*preload, "pytest") if "pytest" in sys.modules else tuple(preload)
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        job = _Job(call, world_size, timeout_s, grace_s, dict(env or {}), preparation, Path(folder))
-        ranks, failures = _failures(job, _run_in_server(job, preload))
+        given = timeout_s, grace_s, dict(env or {}), tuple(preload), preparation
+        job = _Job(call, world_size, *given, Path(folder))
+        ranks, failures = _failures(job, _run_in_server(job))
         files = [job.folder / f"{rank}.log" for rank in range(world_size)]
         tails = [file.read_text(errors="replace").rstrip()[-6000:] if file.exists() else "" for file in files]
         logs = [f"output of rank {rank}:\n{tail}" for rank, tail in enumerate(tails) if tail]
@@ -122,47 +122,59 @@ def _failures(job: _Job, exit_codes: dict[int, int]) -> tuple[list[int], list[st
 _servers: dict[tuple[str, ...], Connection] = {}
 
 
-def _run_in_server(job: _Job, preload: tuple[str, ...]) -> dict[int, int]:
-    server = _servers.get(preload)
+def _run_in_server(job: _Job) -> dict[int, int]:
+    called = tuple(entry for entry in job.preload if ":" in entry)
+    server = _servers.get(called)
     if server is None or server.closed or server.poll():  # An idle server says nothing, unless it died.
         server, theirs = Pipe()
         atexit.register(server.close)  # before multiprocessing waits for the server's end
         # With Python's output unbuffered, a rank that dies has printed everything.
         with theirs, patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1"):
-            get_context("spawn").Process(target=_serve, args=(theirs, preload)).start()
-        _servers[preload] = server
+            get_context("spawn").Process(target=_serve, args=(theirs,)).start()
+        _servers[called] = server
     try:
         server.send(job)
         answer = server.recv()
-        if isinstance(answer, str):
-            raise RuntimeError(f"preloading {preload} failed in the fork server:\n{answer}")
-        return answer
     except BaseException as error:
         server.close()  # It then ends the ranks and itself, also after Ctrl-C.
         if isinstance(error, EOFError | OSError):
             raise RuntimeError("the fork server died") from error
         raise
+    if isinstance(answer, str):
+        raise RuntimeError(f"preloading {job.preload} failed in the fork server:\n{answer}")
+    return answer
 
 
-def _serve(caller: Connection, preload: tuple[str, ...]) -> None:
-    """Be the server: import the libraries, then run jobs until the caller ends or closes the connection."""
-    failure = ""
-    try:
-        for entry in preload:
-            module, _, function = entry.partition(":")
-            imported = importlib.import_module(module)
-            if function:
-                getattr(imported, function)()
-    except BaseException:
-        failure = traceback.format_exc()
-    os.setsid()  # From now on, only the caller gets Ctrl-C.
-    gc.collect()
-    gc.freeze()  # the garbage collector then does not touch the shared pages, which would copy them
+def _serve(caller: Connection) -> None:
+    """Be the server: run jobs until the caller ends or closes the connection."""
+    os.setsid()  # Only the caller gets Ctrl-C.
+    called: set[str] = set()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             job = caller.recv()
-            caller.send(failure or _run(job, caller))
+            caller.send(_prepare(job, called) or _run(job, caller))
     os._exit(0)  # skips Python's clean-up, during which some libraries print errors
+
+
+def _prepare(job: _Job, called: set[str]) -> str:
+    """Import what ranks would import, and call functions that were not called before; return what fails."""
+    num_known = len(sys.modules)
+    try:
+        spawn.prepare(job.preparation)
+        for entry in job.preload:
+            module, _, function = entry.partition(":")
+            imported = importlib.import_module(module)
+            if function and entry not in called:
+                getattr(imported, function)()
+                called.add(entry)
+    except BaseException:
+        return traceback.format_exc()
+    with contextlib.suppress(Exception):  # which the ranks report
+        pickle.loads(job.call)
+    if len(sys.modules) > num_known:
+        gc.collect()
+        gc.freeze()  # the garbage collector then does not touch the shared pages, which would copy them
+    return ""
 
 
 def _run(job: _Job, caller: Connection) -> dict[int, int]:
@@ -202,7 +214,6 @@ def _be_rank(rank: int, job: _Job, end_s: float, listener: socket.socket, caller
         os.dup2(log, 2)
         faulthandler.enable()
         faulthandler.dump_traceback_later(max(0.01, end_s - time.monotonic()))  # prints where the rank hangs
-        spawn.prepare(job.preparation)
         import torch.distributed as dist
 
         # The server's limit comes before that of collectives, which would blame the ranks that wait.

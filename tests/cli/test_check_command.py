@@ -1,11 +1,21 @@
-"""`megatron-fssdp check`, and the same check by `train`, in processes of their own: it changes torch."""
+"""`megatron-fssdp check`, and the same check by `train`, in forked processes: it changes torch."""
 
+import os
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from megatron_fssdp.cli import app
+from megatron_fssdp.testing import run_ranks
 
 from ..launch.tiny_run import ROOT, TINY, fake_data
 from ..support.python_process import run_python
+from ..support.training_preload import TRAINING_PRELOAD
 
 GPT = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -13,18 +23,36 @@ GPT = (
     "--moe-router-topk 2 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 257"
 )
-SLOW = pytest.mark.slow
 TORCHRUN = "torchrun --nproc-per-node 2 -m megatron_fssdp pretrain_gpt"
 
 
-def run(*words: str, cwd: Path) -> tuple[int, str, str]:
+def on_rank(rank: int, world_size: int, words: list[str], folder: Path) -> tuple[object, str, str]:
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    os.chdir(folder)
+    sys.argv = ["megatron-fssdp", *words]
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        app.main()
+    return ended.value.code or 0, out.getvalue(), err.getvalue()
+
+
+def run(*words: str, cwd: Path) -> tuple[object, str, str]:
+    variables = {"MEGATRON_FSSDP_DEVICE": "cpu"}
+    (ended,) = run_ranks(on_rank, 1, list(words), cwd, env=variables, preload=TRAINING_PRELOAD)
+    return ended
+
+
+def run_newly(*words: str, cwd: Path) -> tuple[object, str, str]:
     variables = {"MEGATRON_FSSDP_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     done = run_python("-m", "megatron_fssdp.cli.app", *words, cwd=cwd, **variables)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_right_command_is_ok(tmp_path: Path) -> None:
-    code, out, err = run("check", "--", *f"{TORCHRUN} {GPT} --moe-strategy fssdp".split(), cwd=tmp_path)
+@pytest.mark.parametrize("runs", [run, pytest.param(run_newly, marks=pytest.mark.slow)])
+def test_a_right_command_is_ok(runs: Callable[..., tuple[object, str, str]], tmp_path: Path) -> None:
+    code, out, err = runs("check", "--", *f"{TORCHRUN} {GPT} --moe-strategy fssdp".split(), cwd=tmp_path)
     assert (code, err) == (0, "")
     assert out == "OK: pretrain_gpt can start on 2 CPU ranks; the model and the data were not built\n"
     assert list(tmp_path.iterdir()) == []
@@ -34,12 +62,10 @@ def test_a_right_command_is_ok(tmp_path: Path) -> None:
     ("command", "wanted"),
     [
         (f"{TORCHRUN} {GPT} --hiden-size 3", "did you mean --hidden-size?"),
-        pytest.param(
-            f"{TORCHRUN} {GPT} --moe-strategy fssdp --moe-strategy-set slots=9", "0 to 8", marks=SLOW
-        ),
-        pytest.param(f"{TORCHRUN} {GPT} --moe-strategy ep --use-megatron-fsdp", "DDP", marks=SLOW),
-        pytest.param(f"{TORCHRUN} {GPT} --tensor-model-parallel-size 3", "world size", marks=SLOW),
-        pytest.param(f"MEGATRON_FSSDP_DEVICE=cuda {TORCHRUN} {GPT}", "finds no CUDA device", marks=SLOW),
+        (f"{TORCHRUN} {GPT} --moe-strategy fssdp --moe-strategy-set slots=9", "0 to 8"),
+        (f"{TORCHRUN} {GPT} --moe-strategy ep --use-megatron-fsdp", "DDP"),
+        (f"{TORCHRUN} {GPT} --tensor-model-parallel-size 3", "world size"),
+        (f"MEGATRON_FSSDP_DEVICE=cuda {TORCHRUN} {GPT}", "finds no CUDA device"),
         (
             f"{TORCHRUN} {GPT} --tokenizer-type TikTokenizer --tokenizer-model nowhere.json",
             "--tokenizer-model nowhere.json: ",
@@ -57,7 +83,7 @@ def test_a_wrong_command_is_one_line(command: str, wanted: str, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("more", [pytest.param(["--dry-run"], marks=SLOW), []])
+@pytest.mark.parametrize("more", [["--dry-run"], []])
 def test_train_checks_before_it_leaves_anything_behind(more: list[str], tmp_path: Path) -> None:
     data = fake_data(tmp_path / "data")
     words = ("train", str(TINY), "--set", f"data.path={data}", "--out", "new", *more)

@@ -161,31 +161,32 @@ def test_records_that_are_damaged_or_lack_the_last_checkpoint_are_not_finished(s
     assert sweep.asked == wanted
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("iterations: 4", "iterations: 5", "run ep-seed1: .*train_iters is 5, but .* was started with 4"),
-        ("gpt_moe_tiny", "gpt_moe_tinny", "run ep-seed1: gpt_moe_tinny: no such file.* did you mean"),
-        ("fssdp]", "fsdp]", "run fsdp-seed1: .*did you mean 'fssdp'"),
-        ("settings: {", "settings: {training.lr: fast, ", "training.lr: got 'fast'"),
-        (
-            "settings: {",
-            "settings: {parallelism.num_nodes: 2, training.global_batch_size: 32, ",
-            "this command starts the ranks of one machine; use --dry-run",
-        ),
-        (
-            "[ep, fssdp]",
-            "[ep, {name: fssdp, settings: {record_dir: x}}]",
-            "strategy.settings.record_dir x: all runs of the sweep would write there",
-        ),
-    ],
-)
-def test_mistakes_are_found_before_the_first_run(sweep: Sweeping, old: str, new: str, message: str) -> None:
+# What replaces a part of the sweep, and what is said about it.
+MISTAKES = [
+    ("iterations: 4", "iterations: 5", "run ep-seed1: .*train_iters is 5, but .* was started with 4"),
+    ("gpt_moe_tiny", "gpt_moe_tinny", "run ep-seed1: gpt_moe_tinny: no such file.* did you mean"),
+    ("fssdp]", "fsdp]", "run fsdp-seed1: .*did you mean 'fssdp'"),
+    ("settings: {", "settings: {training.lr: fast, ", "training.lr: got 'fast'"),
+    (
+        "settings: {",
+        "settings: {parallelism.num_nodes: 2, training.global_batch_size: 32, ",
+        "this command starts the ranks of one machine; use --dry-run",
+    ),
+    (
+        "[ep, fssdp]",
+        "[ep, {name: fssdp, settings: {record_dir: x}}]",
+        "strategy.settings.record_dir x: all runs of the sweep would write there",
+    ),
+]
+
+
+def test_mistakes_are_found_before_the_first_run(sweep: Sweeping) -> None:
     sweep()
-    with pytest.raises(ConfigurationError, match=message) as caught:
-        sweep(SWEEP.replace(old, new))
-    assert sweep.asked == []
-    assert "\n" not in str(caught.value)
+    for old, new, message in MISTAKES:
+        with pytest.raises(ConfigurationError, match=message) as caught:
+            sweep(SWEEP.replace(old, new))
+        assert sweep.asked == []
+        assert "\n" not in str(caught.value)
 
 
 def test_two_sweeps_in_one_folder_exclude_each_other(sweep: Sweeping, held: Callable) -> None:

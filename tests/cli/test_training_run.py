@@ -34,25 +34,28 @@ strategy: {name: fssdp, settings: {slots: 1}}
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[..., str]:
-    """Run `megatron-fssdp ARGS…` in a new process, require success, and return its standard output."""
+def done(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Callable[..., str]:
+    """Run `megatron-fssdp ARGS…`, `train` in a new process; require success and return standard output."""
 
     def run(*arguments: object) -> str:
-        done = run_python("-m", "megatron_fssdp.cli.app", *arguments, MEGATRON_FSSDP_DEVICE="cpu")
+        if arguments[0] != "train":
+            code, *said = command(*arguments)
+        else:
+            ended = run_python("-m", "megatron_fssdp.cli.app", *arguments, MEGATRON_FSSDP_DEVICE="cpu")
+            code, said = ended.returncode, [ended.stdout, ended.stderr]
         log = tmp_path / "run" / "log.txt"
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, said + (log.read_text()[-4000:] if log.exists() else "")
-        return done.stdout
+        assert code == 0, "".join(said) + (log.read_text()[-4000:] if log.exists() else "")
+        return said[0]
 
     return run
 
 
-def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_path: Path) -> None:
+def test_a_run_trains_and_leaves_its_records(done: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     data, out = tmp_path / "data", tmp_path / "run"
-    command("data", "build", tmp_path / "text.txt", "--tokenizer", "bytes", "--out", data)
-    output = command(
+    done("data", "build", tmp_path / "text.txt", "--tokenizer", "bytes", "--out", data)
+    output = done(
         *("train", tmp_path / "run.yaml", "--set", f"data.path={data}"),
         *("--set", "training.tensorboard=true", "--out", out),
     )
@@ -70,7 +73,7 @@ def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_pa
     # Each of 2 devices routes 2 samples of 32 tokens to 2 experts each.
     assert loads.counts_ILDE.shape == (3, 1, 2, 4)
     assert (loads.counts_ILDE.sum(axis=3) == 2 * 32 * 2).all()
-    command("report", out)
+    done("report", out)
     resolved = validate(RunConfig, load_yaml(out / "config.yaml"), "config.yaml")
     assert resolved.data.path == data
     assert {path.name for path in out.iterdir()} == {
@@ -81,15 +84,15 @@ def test_a_run_trains_and_leaves_its_records(command: Callable[..., str], tmp_pa
 
 @pytest.mark.slow
 def test_a_bert_trains_resumes_and_is_compared_and_simulated(
-    command: Callable[..., str], tmp_path: Path
+    done: Callable[..., str], tmp_path: Path
 ) -> None:
     (tmp_path / "run.yaml").write_text(BERT)
     data, out, sources = tmp_path / "data", tmp_path / "run", (argparse, typing, textwrap)
     files = [module.__file__ for module in sources]
-    command("data", "build", *files, "--tokenizer", "wordpiece", "--vocab-size", 500, "--out", data)
+    done("data", "build", *files, "--tokenizer", "wordpiece", "--vocab-size", 500, "--out", data)
     words = ("train", tmp_path / "run.yaml", "--set", f"data.path={data}", "--out", out)
-    assert "iteration 3/3" in command(*words)
-    assert "iteration 5/5" in command(*words, "--resume", "--iters", 5)
+    assert "iteration 3/3" in done(*words)
+    assert "iteration 5/5" in done(*words, "--resume", "--iters", 5)
 
     run, loads = load(out), read_loads(out)
     assert run.iterations.tolist() == [1, 2, 3, 4, 5]
@@ -99,7 +102,7 @@ def test_a_bert_trains_resumes_and_is_compared_and_simulated(
     log = (out / "log.txt").read_text()
     assert "sop loss" in log
     assert "validation loss at iteration 2" in log
-    command("report", out)
+    done("report", out)
     simulated = ("simulate", "--loads", out, "--cluster", "hecate-a", "--model", out / "config.yaml")
-    assert "fssdp" in command(*simulated, "--out", tmp_path / "what-if")
-    assert "OK" in command("doctor", "--config", out / "config.yaml")
+    assert "fssdp" in done(*simulated, "--out", tmp_path / "what-if")
+    assert "OK" in done("doctor", "--config", out / "config.yaml")

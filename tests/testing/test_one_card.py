@@ -1,21 +1,23 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from devtools.one_card import CardGroups
+from devtools import one_card
 from devtools.virtual_cuda.posing.patches import Patches
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.testing import run_ranks
 from tests.runtime.case_run import CaseRun
 from tests.runtime.layer_case import LayerCase
 from tests.runtime.rank_layer import run_layer_ranks
-from tests.support.python_process import ROOT, python_output
 
 from .virtual_cuda.test_nccl_groups import RESULTS, all_calls
 
@@ -28,14 +30,14 @@ CASES = (
 
 
 @contextmanager
-def one_card() -> Iterator[None]:
+def on_one_card() -> Iterator[None]:
     with Patches() as patches:
-        CardGroups(poses=False).install(patches)
+        one_card.CardGroups(poses=False).install(patches)
         yield
 
 
 def call_all(rank: int, world_size: int) -> dict[str, Any]:
-    with one_card():
+    with on_one_card():
         return all_calls(rank, "cpu")
 
 
@@ -46,7 +48,7 @@ def test_every_call_moves_the_data_that_nccl_would_move() -> None:
 
 def call_in_order(rank: int, world_size: int) -> tuple[bool, list[float]]:
     """Rank 1 comes late, so nothing can be complete on rank 0 before it waits."""
-    with one_card():
+    with on_one_card():
         x, y = torch.ones(2), torch.full((2,), float(rank))
         if rank == 1:
             time.sleep(0.5)
@@ -62,7 +64,7 @@ def test_calls_return_at_once_and_results_come_with_the_wait() -> None:
 
 
 def run_cases(rank: int, world_size: int) -> list[float]:
-    with one_card():
+    with on_one_card():
         return [max(CaseRun(case).run().errors.values()) for case in CASES]
 
 
@@ -82,17 +84,29 @@ dist.destroy_process_group()
 """
 
 
+def run_script(rank: int, world_size: int, words: list[str], folder: Path) -> Any:
+    """As ``python -m devtools.one_card WORDS…`` under torchrun."""
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.destroy_process_group()
+    ranks = {"store": store, "rank": rank, "world_size": world_size}
+    started = mock.patch.object(
+        distributed_c10d, "init_process_group", partial(dist.init_process_group, **ranks)
+    )
+    with started, pytest.raises(SystemExit) as ended:
+        one_card.main(words)
+    return ended.value.code
+
+
 def test_a_script_runs_with_its_arguments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    python_output(*torchrun, "-m", "devtools.one_card", script, "--size", tmp_path, cwd=ROOT)
+    assert not any(run_ranks(run_script, 2, [str(script), "--size", str(tmp_path)], tmp_path))
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["nccl 3.0 0 --size"] * 2
 
 
 def fail(rank: int, world_size: int) -> str:
     """Ask for a reduction that gloo does not have."""
-    with one_card():
+    with on_one_card():
         work = dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND, async_op=True)
         with pytest.raises(RuntimeError) as error:
             work.wait()

@@ -1,10 +1,14 @@
 """Kernels of Triton on the virtual device: its interpreter runs them, and each is one launch."""
 
+import inspect
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from triton.language import core
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 from devtools.virtual_cuda.books.virtual_device import VirtualDevice
@@ -27,3 +31,18 @@ def kernel_members(books: VirtualDevice) -> dict[str, Any]:
         return result
 
     return {"run": posed}
+
+
+@cache
+def _builtins(package: Any) -> list[tuple[str, Any]]:
+    return [(name, one) for name, one in inspect.getmembers(package) if core.is_builtin(one)]
+
+
+def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
+    """As ``interpreter._patch_builtin``, which searches Triton's language at each call of a function."""
+    for name, one in _builtins(package):
+        if getattr(package, name) is one:
+            interpreter._patch_attr(package, name, one, builder, scope)
+
+
+interpreter._patch_builtin = patch_builtins

@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Path:
     return tiny_run(tmp_path / "run")
 
 
-@pytest.mark.parametrize("num_iterations", [1, 59, 61, 500])
+@pytest.mark.parametrize("num_iterations", [1, 61])
 def test_runs_of_any_length_are_reported_and_compared(num_iterations: int, tmp_path: Path) -> None:
     """With histograms of nodes and devices, as trainings record them, and simulations of the last loads."""
     sizes = {"num_iterations": num_iterations, "num_experts": 8, "has_histograms": True}

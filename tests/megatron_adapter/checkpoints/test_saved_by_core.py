@@ -1,5 +1,6 @@
 """Loops that call megatron-core's dist_checkpointing themselves, as verl, slime and NeMo-RL do."""
 
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def save_and_resume(folder: Path, sharding: str) -> tuple[Any, ...]:
         (place := folder / sharding / name).mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save(states_of(host, sharding), str(place))
         losses.append(train(host, TRAINED, MORE))
-        for loading in (NONE, MOVING):
+        for loading in (NONE, MOVING) if name == "fssdp" else (MOVING,):
             attachment = megatron_fssdp.attach(*loading)
             host = Host()
             loaded = dist_checkpointing.load(states_of(host, sharding, is_loading=True), str(place))
@@ -64,6 +65,9 @@ def save_and_resume(folder: Path, sharding: str) -> tuple[Any, ...]:
 
 
 def save_in_formats(rank: int, world_size: int, folder: Path) -> list[tuple[Any, ...]]:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()  # Megatron's own queue takes a process, and seconds.
     return [save_and_resume(folder, sharding) for sharding in FORMATS]
 
 

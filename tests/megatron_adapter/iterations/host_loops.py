@@ -319,7 +319,7 @@ def train_under(
         attachment = megatron_fssdp.attach(name, settings)
         host: Any = Host(**options)
         host.model.train()
-        for iteration in range(5):
+        for iteration in range(4):
             made.clear()
             LOOPS[loop](host, iteration)
             host.found.replicas.append(max(made, default=0))

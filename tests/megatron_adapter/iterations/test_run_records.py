@@ -17,9 +17,10 @@ from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.records.recorded_run import load
 from megatron_fssdp.records.run_settings import run_config_of
 
-from ..training_run import assert_close, assert_equal, note, relative_difference, train, wrap
+from ..training_run import TrainingRun, assert_close, assert_equal, note, relative_difference, train, wrap
 
 STAGES, PEERS = "{PP2} {BATCH16}", "{TP2} {NO_BIAS}"
+RESHARDING = "reshard_interval=3 overlap_degree=1 slots=1"
 
 
 @pytest.mark.parametrize(
@@ -90,20 +91,34 @@ def note_routing() -> None:
     wrap(TopKRouter, "routing", routing)
 
 
-@pytest.mark.parametrize("strategy", ["ep", "fssdp slots=2"])
-def test_single_micro_batches_are_recorded_as_they_were_routed(
-    strategy: str, text_data: Path, tmp_path: Path
-) -> None:
-    """In two pipeline stages, with four micro-batches for two devices."""
-    arguments, strategy = f"{{EP2}} {STAGES} --train-iters 3", f"{strategy} record_dir={tmp_path}"
-    run = train(4, arguments, text_data, strategy=strategy, before=note_routing)
-    found = read_micro_batch_loads(tmp_path)
-    assert (found.counts_IZLDE.shape, found.layers.tolist()) == ((3, 4, 2, 2, 8), [1, 2])
-    for layer in (1, 2):
+@pytest.fixture(scope="module")
+def staged(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path]:
+    """Two pipeline stages with four micro-batches, re-sharding, and boards; and the folder of all records."""
+    folder = tmp_path_factory.mktemp("staged")
+    arguments = f"{{EP2}} {STAGES} --num-layers 4 --train-iters 5 --log-interval 2 --tensorboard-dir {folder}"
+    arguments += f" --wandb-project p --wandb-exp-name e --wandb-save-dir {folder}"
+    strategy = f"fssdp {RESHARDING} record_dir={folder}"
+    return train(4, arguments, text_data, strategy=strategy, before=note_and_fake_wandb), folder
+
+
+def check_micro_batches(run: TrainingRun, folder: Path, num_iterations: int, num_layers: int) -> None:
+    found = read_micro_batch_loads(folder)
+    assert found.counts_IZLDE.shape == (num_iterations, 4, num_layers, 2, 8)
+    assert found.layers.tolist() == list(range(1, num_layers + 1))
+    for layer in found.layers:
         for device in (0, 1):
-            routed = [counts for *of, counts in run.notes if of == [layer, device]]
-            assert found.counts_IZLDE[:, :, layer - 1, device].reshape(12, 8).tolist() == routed
-    np.testing.assert_array_equal(found.counts_IZLDE.sum(axis=1), read_loads(tmp_path).counts_ILDE)
+            routed = [note[2] for note in run.notes if note[:2] == (layer, device)]
+            assert found.counts_IZLDE[:, :, layer - 1, device].reshape(-1, 8).tolist() == routed
+    np.testing.assert_array_equal(found.counts_IZLDE.sum(axis=1), read_loads(folder).counts_ILDE)
+
+
+def test_single_micro_batches_are_recorded_as_they_were_routed(
+    staged: tuple[TrainingRun, Path], text_data: Path, tmp_path: Path
+) -> None:
+    check_micro_batches(*staged, 5, 4)
+    arguments, strategy = f"{{EP2}} {STAGES} --train-iters 3", f"ep record_dir={tmp_path}"
+    run = train(4, arguments, text_data, strategy=strategy, before=note_routing)
+    check_micro_batches(run, tmp_path, 3, 2)
 
 
 def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
@@ -137,20 +152,8 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
         np.testing.assert_allclose(values_IL, recorded)
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_copies"),
-    [
-        # The test above records two groups by default.
-        pytest.param("", 2, id="two expert-data-parallel groups", marks=pytest.mark.slow),
-        pytest.param(f"{STAGES} --num-layers 4", 1, id="two pipeline stages"),
-    ],
-)
-def test_reshards_are_recorded_in_their_iterations(
-    layout: str, num_copies: int, text_data: Path, tmp_path: Path
-) -> None:
-    strategy = f"fssdp reshard_interval=3 overlap_degree=1 slots=1 record_dir={tmp_path}"
-    run = train(4, f"{{EP2}} {layout} --train-iters 5", text_data, strategy=strategy)
-    metrics = read_metrics(tmp_path)
+def check_reshards(run: TrainingRun, folder: Path, num_copies: int) -> None:
+    metrics = read_metrics(folder)
     assert [entry.lm_loss for entry in metrics] == pytest.approx(run.losses, rel=1e-6)
     for key in ("resharded_experts", "reshard_bytes"):
         assert [getattr(entry, key) > 0 for entry in metrics] == [False, False, False, True, False]
@@ -160,6 +163,16 @@ def test_reshards_are_recorded_in_their_iterations(
     leaving, rest = divmod(moved.reshard_bytes, num_copies * slot_bytes)
     assert rest == 0
     assert 0 < leaving <= moved.resharded_experts <= 8 * len(moved.layers)
+
+
+def test_reshards_are_recorded_in_their_iterations(staged: tuple[TrainingRun, Path]) -> None:
+    check_reshards(*staged, num_copies=1)
+
+
+@pytest.mark.slow
+def test_reshards_of_copies_are_recorded(text_data: Path, tmp_path: Path) -> None:
+    strategy = f"fssdp {RESHARDING} record_dir={tmp_path}"
+    check_reshards(train(4, "{EP2} --train-iters 5", text_data, strategy=strategy), tmp_path, num_copies=2)
 
 
 def test_strategy_none_records_losses_loads_and_evaluations(text_data: Path, tmp_path: Path) -> None:
@@ -249,7 +262,7 @@ def test_fssdp_balances_a_forced_hot_expert(
 
     The first iteration, which is planned by its own counts, is balanced as well.
     """
-    arguments = "{EP4} --train-iters 5 --seq-length 256 --max-position-embeddings 256"
+    arguments = "{EP4} --train-iters 3 --seq-length 256 --max-position-embeddings 256"
     stock = train(4, arguments, text_data, before=force_hot_expert)
     strategy = f"fssdp {settings} record_dir={tmp_path}"
     run = train(4, arguments, text_data, strategy=strategy, before=force_hot_expert)
@@ -265,24 +278,21 @@ def test_fssdp_balances_a_forced_hot_expert(
     np.testing.assert_allclose(counts_ILDE[..., 5].sum(axis=2) / tokens, 0.4, atol=0.01)
 
 
-def test_boards_have_the_figures_of_logged_iterations(text_data: Path, tmp_path: Path) -> None:
+def test_boards_have_the_figures_of_logged_iterations(staged: tuple[TrainingRun, Path]) -> None:
     """Rank 0 gathers the figures and the last rank has the boards; they are on different pipeline stages."""
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    board, records = tmp_path / "board", tmp_path / "records"
-    arguments = f"{{EP2}} {STAGES} --train-iters 4 --log-interval 2 --tensorboard-dir {board}"
-    arguments += f" --wandb-project p --wandb-exp-name e --wandb-save-dir {tmp_path}"
-    strategy = f"fssdp slots=1 overlap_degree=2 record_dir={records}"
-    trained = train(4, arguments, text_data, strategy=strategy, before=fake_wandb)
-    assert load(records).strategy == "fssdp"  # no command line wrote the run's settings
-    run = run_config_of(records)
+    trained, folder = staged
+    assert load(folder).strategy == "fssdp"  # no command line wrote the run's settings
+    run = run_config_of(folder)
     assert (run.parallelism.pipeline_model_parallel_size, run.model.num_experts) == (2, 8)
-    assert run.strategy.settings == {"slots": 1, "overlap_degree": 2}
-    events = accumulators.EventAccumulator(str(board), size_guidance={"histograms": 0, "scalars": 0})
+    assert run.strategy.settings == {"slots": 1, "overlap_degree": 1, "reshard_interval": 3}
+    events = accumulators.EventAccumulator(str(folder), size_guidance={"histograms": 0, "scalars": 0})
     events.Reload()
-    tokens_ILE = read_loads(records).counts_ILDE.sum(axis=2)
+    tokens_ILE = read_loads(folder).counts_ILDE.sum(axis=2)
     assert "lm loss" in events.Tags()["scalars"]  # written by Megatron itself
-    logged = [entry for entry in read_metrics(records) if entry.iteration in (2, 4)]
-    told = [(step, of) for step, of in trained.notes if any(name.startswith("fssdp") for name in of)]
+    logged = [entry for entry in read_metrics(folder) if entry.iteration in (2, 4)]
+    boards = [note for note in trained.notes if len(note) == 2]
+    told = [(step, of) for step, of in boards if any(name.startswith("fssdp") for name in of)]
     assert [step for step, _ in told] == [2, 4]
     for entry, (_, of_wandb) in zip(logged, told, strict=True):
         wanted = figures("fssdp/{}", entry, "iteration")
@@ -291,7 +301,7 @@ def test_boards_have_the_figures_of_logged_iterations(text_data: Path, tmp_path:
         found = {name: {event.step: event.value for event in events.Scalars(name)} for name in wanted}
         assert {name: steps[entry.iteration] for name, steps in found.items()} == pytest.approx(wanted)
         tokens = {
-            f"fssdp tokens of an expert/layer {n + 1}": tokens_ILE[entry.iteration - 1, n] for n in (0, 1)
+            f"fssdp tokens of an expert/layer {n + 1}": tokens_ILE[entry.iteration - 1, n] for n in range(4)
         }
         assert {name: of_wandb.pop(name) for name in wanted} == pytest.approx(wanted)
         assert of_wandb == {name: load_E.tolist() for name, load_E in tokens.items()}
@@ -308,7 +318,8 @@ def figures(name: str, record: Any, but: str) -> dict[str, float]:
     }
 
 
-def fake_wandb() -> None:
+def note_and_fake_wandb() -> None:
+    note_routing()
     module: Any = types.ModuleType("wandb")
 
     def log(values: dict[str, Any], step: int | None = None) -> None:

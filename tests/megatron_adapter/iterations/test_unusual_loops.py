@@ -56,7 +56,7 @@ def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, 
     results = []
     for loop in (late_reset, first_forward_alone, reading):
         stock, _ = trained(("none", {}), loop)
-        for strategy in (FSSDP, MOVING, ("quota", {"slots": 2}), ("flexmoe", {})):
+        for strategy in (MOVING, ("quota", {"slots": 2}), ("flexmoe", {})):
             found, session = trained(strategy, loop)
             known = [len(layer.history) for layer in session.runtime.layers]
             results.append((found, stock, known, session.slots.owners.is_even))
@@ -72,7 +72,7 @@ def test_unusual_loops_train_as_stock_megatron() -> None:
         for found, stock, known, _ in of_rank:
             assert_equal(found, stock, "unusual")
             assert min(known) > 0
-        assert not any(is_even for *_, is_even in of_rank[1::4])
+        assert not any(is_even for *_, is_even in of_rank[::3])
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

@@ -163,7 +163,8 @@ IN_FP64 = {
     "num_attention_heads": 4,
 }
 # (tensor parallel, expert tensor parallel, expert parallel)
-LAYOUTS = [(2, 2, 2), (4, 1, 2), (2, 1, 2), (1, 2, 2), (4, 2, 2), (2, 4, 1), (2, 2, 4), (2, 1, 1)]
+PARTS, WHOLE = (2, 2, 2), (4, 1, 2)
+LAYOUTS = [PARTS, WHOLE, (2, 1, 2), (1, 2, 2), (4, 2, 2), (2, 4, 1), (2, 2, 4), (2, 1, 1)]
 
 
 @pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -189,10 +190,21 @@ def test_output_and_all_gradients_with_the_exchanges_of_the_plugin() -> None:
         assert sum(found.sent[1] for found in of_ranks) == sum(found.distinct[1] for found in of_ranks), name
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS[:2], *slow(LAYOUTS[2:])], ids=str)
+@pytest.mark.parametrize("layout", slow(LAYOUTS), ids=str)
 def test_output_and_all_gradients_under_tensor_parallelism(layout: tuple[int, int, int]) -> None:
+    check_tensor_parallel(layout, list(TENSOR_PARALLEL))
+
+
+def test_output_and_all_gradients_in_parts_and_with_whole_experts() -> None:
+    """Half of the rows in each of two layouts; the last rows are of whole experts."""
+    names = list(TENSOR_PARALLEL)
+    check_tensor_parallel(PARTS, names[:-2:2])
+    check_tensor_parallel(WHOLE, [*names[1:-2:2], *names[-2:]])
+
+
+def check_tensor_parallel(layout: tuple[int, int, int], names: list[str]) -> None:
     tp, etp, ep = layout
-    results = run_megatron_ranks(_compare_tensor_parallel, max(tp, etp * ep), tp=tp, etp=etp, ep=ep)
+    results = run_megatron_ranks(_compare_tensor_parallel, max(tp, etp * ep), names, tp=tp, etp=etp, ep=ep)
     assert len(results[0]) > 5
     _check(results, {name: replace(row, replicates=False) for name, row in TENSOR_PARALLEL.items()}, 1e-10)
 
@@ -224,14 +236,14 @@ def _compare_exchanges(rank: int, world_size: int) -> dict[str, Found]:
     return compare_rows(rank, EXCHANGES)
 
 
-def _compare_tensor_parallel(rank: int, world_size: int) -> dict[str, Found]:
+def _compare_tensor_parallel(rank: int, world_size: int, names: list[str]) -> dict[str, Found]:
     from megatron.core import parallel_state as ps
 
     _register_scheduled()
     is_whole = ps.get_expert_tensor_parallel_world_size() == 1
     is_one = ps.get_tensor_model_parallel_world_size() == 1
     found = {}
-    for name, row in TENSOR_PARALLEL.items():
+    for name, row in ((name, TENSOR_PARALLEL[name]) for name in names):
         # The others are refused. On one device, Megatron's own experts with biases and its segments fail.
         if ("whole experts" in name and not is_whole) or (row.split and is_one):
             continue

@@ -26,19 +26,19 @@ EXAMPLE = "second_home"
 EXAMPLE_FOLDER = Path(__file__).parents[3] / "examples" / EXAMPLE
 # Short intervals, so that everything happens in the run; a strategy without keys here runs with its defaults.
 KEYS = {
-    "fssdp": "slots=2 reshard_interval=4",
+    "fssdp": "slots=2 reshard_interval=3",
     "prophet": "left_out=1",
     "quota": "slots=2",
-    "smartmoe": "reshard_interval=4 window=3",
-    "flexmoe": "slots=2 placement_interval=4 window=3",
-    "auto": "choice_interval=4",
-    EXAMPLE: "threshold=1 swap_every=4",
+    "smartmoe": "reshard_interval=3 window=3",
+    "flexmoe": "slots=2 placement_interval=3 window=3",
+    "auto": "choice_interval=3",
+    EXAMPLE: "threshold=1 swap_every=3",
 }
 NAMES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None and name != EXAMPLE]
 IN_TURN = [f"{name} overlap=false" for name in NAMES if "overlap" in STRATEGIES[name].settings.model_fields]
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6, LINK), 300, 100, 50.0, 3)
-WORLD, NUM_ITERATIONS, MEASURED = 4, 12, 2
+WORLD, NUM_ITERATIONS, MEASURED = 4, 9, 2
 ARGUMENTS = f"{{EP4}} --train-iters {NUM_ITERATIONS}"
 TOPOLOGY = Topology.uniform(WORLD, 2)
 
@@ -77,27 +77,40 @@ def register_example() -> None:
         second_home.register()
 
 
+def trained(words: str, data: Path, folder: Path) -> TrainingRun:
+    strategy = f"{words} record_dir={folder} FSSDP_PROFILE_ITERATIONS={MEASURED}"
+    return train(WORLD, ARGUMENTS, data, strategy=strategy, before=prepare)
+
+
 @pytest.fixture(scope="module")
-def plain(text_data: Path) -> TrainingRun:
-    return train(WORLD, ARGUMENTS, text_data, strategy="ep nodes=2", before=prepare)
+def plain(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path]:
+    """A training under plain expert parallelism, and its records."""
+    folder = tmp_path_factory.mktemp("ep")
+    return trained("ep nodes=2", text_data, folder), folder
 
 
 @pytest.mark.parametrize("chosen", [*NAMES, EXAMPLE, *slow(IN_TURN)])
 def test_training_and_simulator_agree(
-    chosen: str, plain: TrainingRun, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chosen: str,
+    plain: tuple[TrainingRun, Path],
+    text_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name, *more = chosen.split()
     keys = [*KEYS.get(name, "").split(), *more, "nodes=2"]
-    words = f"{name} {' '.join(keys)} record_dir={tmp_path} FSSDP_PROFILE_ITERATIONS={MEASURED}"
-    run = train(WORLD, ARGUMENTS, text_data, strategy=words, before=prepare)
-    assert_close(run, plain)
-    metrics, placements = read_metrics(tmp_path), read_placements(tmp_path)
+    run, folder = plain
+    if chosen != "ep":
+        folder = tmp_path
+        run = trained(f"{name} {' '.join(keys)}", text_data, folder)
+        assert_close(run, plain[0])
+    metrics, placements = read_metrics(folder), read_placements(folder)
 
     monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", str(MEASURED))
     monkeypatch.setattr(STRATEGIES, "_entries", dict(STRATEGIES._entries))
     register_example()
     strategy = build_strategy(name, resolve_strategy(name, None, keys))  # type: ignore[arg-type]
-    simulated = list(replay_strategy(strategy, read_loads(tmp_path).counts_ILDE, TOPOLOGY, PROFILE))
+    simulated = list(replay_strategy(strategy, read_loads(folder).counts_ILDE, TOPOLOGY, PROFILE))
     notes = iter(run.notes[: NUM_ITERATIONS * 2])  # of rank 0
     found: list[tuple[bool, bool]] = []
     for iteration, record in enumerate(simulated):

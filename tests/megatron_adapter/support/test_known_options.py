@@ -1,11 +1,17 @@
+import argparse
 import copy
 import json
 import os
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
+from inspect import unwrap
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run import megatron_options
@@ -14,25 +20,25 @@ from megatron_fssdp.megatron_adapter.support.known_options import ALLOWED, check
 from megatron_fssdp.megatron_adapter.support.megatron_settings import OPTIONAL, attributes
 from tests.support.python_process import ROOT, python_output
 
-NAMES = """
-import argparse, dataclasses, json
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import add_megatron_arguments
-kinds = [DistributedDataParallelConfig, OptimizerConfig, TransformerConfig]
-for kind in kinds:
-    kinds += kind.__subclasses__()
-names = {kind.__name__: [one.name for one in dataclasses.fields(kind)] for kind in kinds}
-names["Namespace"] = [one.dest for one in add_megatron_arguments(argparse.ArgumentParser())._actions]
-print("NAMES", json.dumps(names))
-"""
+NAMES = "from tests.megatron_adapter.support.test_known_options import names; print('NAMES', names())"
+
+
+def names() -> str:
+    """Names of Megatron's options by class, in JSON."""
+    kinds: list[Any] = [DistributedDataParallelConfig, OptimizerConfig, TransformerConfig]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    found = {kind.__name__: [one.name for one in fields(kind)] for kind in kinds}
+    parser = unwrap(add_megatron_arguments)(argparse.ArgumentParser())
+    return json.dumps(found | {"Namespace": [one.dest for one in parser._actions]})
 
 
 @pytest.fixture(scope="module", params=["", *filter(None, [os.environ.get("MEGATRON_LM_PATH")])])
 def checkout_and_names(request: pytest.FixtureRequest) -> tuple[str, dict[str, list[str]]]:
     """A checkout of Megatron-LM, or nothing for the installed one, and names of its options by class."""
-    path = os.pathsep.join(filter(None, (request.param, str(ROOT))))
+    if not request.param:
+        return "", json.loads(names())
+    path = os.pathsep.join([request.param, str(ROOT)])
     return request.param, json.loads(python_output("-c", NAMES, PYTHONPATH=path).rpartition("NAMES")[2])
 
 

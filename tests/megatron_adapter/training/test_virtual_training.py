@@ -13,7 +13,6 @@ from tests.support.training_preload import TRAINING_PRELOAD
 
 from ..training_run import (
     EP2,
-    EP4,
     GPT,
     INTERLEAVED,
     PP2,
@@ -113,13 +112,15 @@ class VirtualRun:
     counts: dict[str, int]
 
 
-def train_virtually(arguments: str, data: Path, before: Callable[[], None] | None = None) -> list[VirtualRun]:
+def train_virtually(
+    arguments: str, data: Path, before: Callable[[], None] | None = None, num_ranks: int = WORLD_SIZE
+) -> list[VirtualRun]:
     """As ``train_on_all_ranks``, on virtual devices with NCCL as Megatron's backend."""
     arguments, variables = without_variables(arguments)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_FSSDP_DEVICE": "cuda"}
-    environment |= {"LOCAL_WORLD_SIZE": str(WORLD_SIZE), **variables}
+    environment |= {"LOCAL_WORLD_SIZE": str(num_ranks), **variables}
     argv, limits = command_line(VIRTUAL_GPT, arguments, data), {"timeout_s": LIMIT_S, "preload": PRELOAD}
-    runs: list[VirtualRun] = run_ranks(train_on_device, WORLD_SIZE, argv, before, env=environment, **limits)  # type: ignore[arg-type]
+    runs: list[VirtualRun] = run_ranks(train_on_device, num_ranks, argv, before, env=environment, **limits)  # type: ignore[arg-type]
     for rank, run in enumerate(runs):
         assert not run.training.exit_code, f"rank {rank}:\n{run.training.errors[-3000:]}"
         assert run.counts["operator"] > 0  # on the CUDA branches
@@ -217,7 +218,7 @@ def test_training_by_measured_costs_has_no_findings(case: str, text_data: Path) 
 def test_sums_of_resident_replicas_wait_for_the_gradients_of_ddp(text_data: Path) -> None:
     """DDP adds gradients on a stream of its own, and the sums over the holders of an expert read them."""
     chosen = flags("flexmoe placement_interval=2 window=2 FSSDP_PROFILE_ITERATIONS=1")
-    runs = train_virtually(f"{EP4} --num-layers 2 {chosen}", text_data, before=cheap_links)
+    runs = train_virtually(f"{EP2} --num-layers 2 {chosen}", text_data, cheap_links, num_ranks=2)
     assert any("[fssdp] resident replicas: " in message for message in runs[0].training.messages)
     assert_clean(runs)
 

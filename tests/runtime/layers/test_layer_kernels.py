@@ -1,4 +1,4 @@
-"""How many batches of messages and how many kernels 14 replicas add to a layer, counted on virtual devices.
+"""How many batches of messages and how many kernels 12 replicas add to a layer, counted on virtual devices.
 
 Experts compute as Transformer Engine's grouped ones: one kernel for each expert and matrix product.
 """
@@ -20,7 +20,7 @@ from ..case_run import CaseRun
 from ..layer_case import LayerCase
 from .test_virtual_devices import PRELOAD
 
-RANKS, LAYERS, REPLICAS = 8, 2, 14
+RANKS, LAYERS, REPLICAS = 4, 2, 12
 KERNELS = (EventKind.OPERATOR, EventKind.COLLECTIVE, EventKind.P2P_BATCH)
 PRODUCTS = 3 * 2  # of an expert's two matrices in both passes
 
@@ -103,7 +103,7 @@ def count(rank: int, world_size: int) -> dict[str, list[Counter[str]]]:
     return found
 
 
-def test_14_replicas_add_few_batches_and_kernels_to_a_layer() -> None:
+def test_12_replicas_add_few_batches_and_kernels_to_a_layer() -> None:
     for of_placement in run_ranks(count, RANKS, preload=PRELOAD, timeout_s=300):
         owners, everywhere = of_placement["owners"], of_placement["everywhere"]
         assert [one["batch"] for one in owners] == [0, 0]
@@ -111,4 +111,5 @@ def test_14_replicas_add_few_batches_and_kernels_to_a_layer() -> None:
         more = sum(everywhere, Counter()) - sum(owners, Counter())
         # Products of experts without rows are no kernels, so all of them are counted by hand.
         more["mm"] = LAYERS * PRODUCTS * REPLICAS
-        assert more.total() <= LAYERS * 110, more
+        print(more.total(), more)
+        assert more.total() <= LAYERS * 98, more

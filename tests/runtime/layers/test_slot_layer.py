@@ -6,7 +6,6 @@ routing is drawn; Megatron's whole layer with its router is compared in ``tests/
 """
 
 import functools
-import re
 from dataclasses import replace
 
 import pytest
@@ -63,7 +62,7 @@ FOUR = [
     LayerCase("split", early=0.4, schedule="FFBFBB", num_layers=3),
     LayerCase("split-late-repeated", early=0.4, late=True, repeats=True, schedule="FBFB", owners=NOBODY),
     LayerCase("split-recomputed", early=0.4, recompute="reentrant", schedule="FFBB", has_main_grad=True),
-    LayerCase("mixed", mixes=True, num_layers=4, num_iterations=4, schedule="FFBFBB", early=0.3),
+    LayerCase("mixed", mixes=True, num_layers=4, num_iterations=3, schedule="FFBFBB", early=0.3),
     LayerCase(
         "mixed-bf16",
         mixes=True,
@@ -120,16 +119,22 @@ ALONE = [
     LayerCase("alone-ep", placement="ep", num_nodes=1, recompute="reentrant", num_iterations=3),
     LayerCase("alone-outside", placement="ep", num_nodes=1, driven=False),
 ]
-OTHERS = re.compile(
-    ".*-(plain|everywhere|non-reentrant|moving|holds-nothing|dropped|.*expert|.*-tokens|in-turn|frozen)"
-    "|(ep|fssdp|prophet|fastermoe|quota)-reentrant"
-)
-"""Names of cases that run with ``-m slow``."""
+NAMES = """
+    ITERATION-in-flight MICRO_BATCH-in-flight LAYER_PASS-reentrant MICRO_BATCH-reentrant
+    ITERATION-owns-nothing RESIDENT-owns-nothing ITERATION-repeated LAYER_PASS-repeated
+    MICRO_BATCH-late RESIDENT-late LAYER_PASS-interrupted RESIDENT-interrupted ITERATION-expert-each
+    ITERATION-bf16 RESIDENT-bf16 outside split split-late-repeated split-recomputed mixed mixed-bf16
+    corrected corrected-recomputed corrected-layer-pass corrected-split
+    announced-1-ITERATION announced-1-LAYER_PASS announced-2-RESIDENT announced-9-MICRO_BATCH
+    peers-LAYER_PASS peers-MICRO_BATCH fssdp-None quota-None alone alone-ep alone-outside
+"""
+DEFAULT = set(NAMES.split())
+"""Names of cases that run without ``-m slow``; most options are in two lives of replicas."""
 
 
 def cases_of(world_size: int, is_slow: bool) -> list[LayerCase]:
     cases = FOUR if world_size == 4 else ALONE
-    return [case for case in cases if bool(OTHERS.fullmatch(case.name)) == is_slow]
+    return [case for case in cases if (case.name not in DEFAULT) == is_slow]
 
 
 @functools.cache

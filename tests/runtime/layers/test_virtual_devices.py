@@ -37,18 +37,16 @@ QUEUED = tuple(
     for case in CASES
     if case.name.endswith(("-everywhere", "-owns-nothing")) or case.name in ("split", "corrected")
 )
-SHORT = (
-    "LAYER_PASS-reentrant",
-    "MICRO_BATCH-late",
-    "RESIDENT-late",
-    "split-recomputed",
-    "corrected",
-    "mixed-bf16",
-)
 DEFAULT = (
-    *(replace(case, num_iterations=1) for case in CASES if case.name in SHORT),
-    *(case for case in CASES if case.name in ("ITERATION-moving", "RESIDENT-repeated")),
-    QUEUED[0],
+    *(
+        replace(case, num_iterations=1)
+        for case in CASES
+        if case.name in ("LAYER_PASS-reentrant", "MICRO_BATCH-late", "split-recomputed", "corrected")
+    ),
+    *(replace(case, num_iterations=2) for case in CASES if case.name == "ITERATION-moving"),
+    *(replace(case, late=True, num_iterations=1) for case in CASES if case.name == "RESIDENT-repeated"),
+    *(replace(case, num_layers=2, num_iterations=1) for case in CASES if case.name == "mixed-bf16"),
+    replace(QUEUED[0], num_iterations=1),
 )
 
 

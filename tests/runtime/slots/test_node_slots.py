@@ -18,7 +18,7 @@ from ..rank_layer import run_layer_ranks
 CASES = [
     LayerCase(f"puts-{name}", ReplicaLife.LAYER_PASS, puts=True, **options)
     for name, options in {
-        "one-node": {"num_nodes": 1, "schedule": "FFBFBBE", "num_layers": 3, "num_iterations": 3},
+        "one-node": {"num_nodes": 1, "schedule": "FFBFBBE", "num_layers": 3},
         "two-nodes": {"schedule": "FFBB", "has_main_grad": True, "num_layers": 3},
         "recomputed": {"num_nodes": 1, "recompute": "reentrant", "schedule": "FFBB"},
         "repeated": {"num_nodes": 1, "repeats": True, "schedule": "FFBFBB", "placement": "everywhere"},
@@ -26,7 +26,7 @@ CASES = [
         "peers": {"peers": 2, "num_nodes": 1, "schedule": "FBFB"},
         "in-turn": {"overlaps": False, "schedule": "FFBB"},
     }.items()
-] + [LayerCase("puts-mixed", puts=True, mixes=True, num_layers=4, num_iterations=4, schedule="FFBFBB")]
+] + [LayerCase("puts-mixed", puts=True, mixes=True, num_layers=3, schedule="FFBFBB")]
 
 
 @contextmanager

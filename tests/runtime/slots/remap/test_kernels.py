@@ -19,6 +19,7 @@ from tests.support.python_process import python_output
 
 from .test_reference import drawn_routing
 
+pytest.importorskip("devtools.virtual_cuda.posing.triton_kernels")  # which makes Triton's interpreter faster
 kernels = pytest.importorskip("megatron_fssdp.runtime.slots.remap.kernels")
 interval_kernel = pytest.importorskip("megatron_fssdp.runtime.slots.remap.interval_kernel")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,10 +28,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @st.composite
 def cases(draw):
     """Nodes of several sizes, with devices that have between none and all of the others' experts."""
-    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     topology = Topology(tuple(np.repeat(range(len(sizes)), sizes)))
     devices = topology.num_devices
-    experts = devices * draw(st.integers(1, 5))
+    experts = devices * draw(st.sampled_from([1, 3, 8]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     owner_E = even_owners(experts, devices)
     present_ED = rng.random((experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.4, 1.0]))
@@ -52,10 +53,10 @@ def both(make, routing_map, probs, counts_DE, upstream):
     return zip(*results, strict=True)
 
 
-@examples(20)
+@examples(12)
 @given(
     cases(),
-    st.sampled_from([0, 1, 63, 64, 65, 200]),
+    st.sampled_from([0, 1, 64, 65, 130]),
     st.booleans(),
     st.sampled_from([3, 300]),
     st.sampled_from([1024, 32]),

@@ -1,0 +1,22 @@
+"""Makes the server that imports this module faster: what each rank of a training would do is done once."""
+
+import argparse
+import weakref
+from functools import cache, partial
+from pkgutil import resolve_name
+
+from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
+
+# Megatron reads its options' help texts twice.
+_read = cache(partial(ArgumentGroupFactory._get_field_docstrings, ArgumentGroupFactory))
+ArgumentGroupFactory._get_field_docstrings = staticmethod(_read)
+add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+for entry in STRATEGIES.values():
+    if entry.strategy is not None:
+        resolve_name(entry.strategy)
+# When a rank ends, it would take back all that libraries have registered with torch.
+for one in list(weakref.finalize._registry):
+    one.atexit = False
