@@ -101,6 +101,8 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         ((*SIMULATE, "--loads", "nowhere"), "--loads 'nowhere'"),
         ((*SIMULATE, "--loads", "W33"), "--loads 'W33' 'W3'"),
         ((*SIMULATE, "--strategies", "ep,fsdp"), "'fsdp' 'fssdp'"),
+        ((*SIMULATE, "--moe-strategy-set", "slot=2"), "--moe-strategy-set 'slot' 'slots'"),
+        ((*REPORT, "--strategies", "ep"), "--strategies --cluster"),
         ((*SIMULATE, "--set", "model.num_experts=null", *ONE_RANK), "num_experts"),
         (("report", "nowhere"), "nowhere/"),
         (("report", "done/metrics.jsonl"), "done/metrics.jsonl:"),
