@@ -41,6 +41,8 @@ def read_npy_counts(path: Path) -> RecordedLoads:
             raise ValueError(f"got {found}, wanted numbers {_SHAPES}")
         if not (counts.min() >= 0 and counts.max() <= _MOST and np.all(counts == counts.astype(np.int32))):
             raise ValueError(f"got {counts.min()} to {counts.max()}, wanted whole numbers from 0 to {_MOST}")
+    except PermissionError:
+        raise
     except Exception as error:  # damaged files raise many kinds of errors in numpy
         reason = shorten(str(error).rstrip(".") or type(error).__name__, 150, placeholder=" …")
         raise ConfigurationError(f"{path}: {reason}; correct the file") from None
