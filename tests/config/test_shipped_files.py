@@ -39,6 +39,8 @@ def test_a_users_files_come_before_shipped_ones(tmp_path: Path) -> None:
 def test_a_wrong_name_gives_one_line_with_the_closest_name() -> None:
     with pytest.raises(ConfigurationError, match=r"^gpt_moe_tny: no .*mean 'gpt_moe_tiny'\?"):
         compose(["gpt_moe_tny"])
+    with pytest.raises(ConfigurationError, match=r"^fssdp: no .*mean 'strategies/fssdp'\?"):
+        compose(["fssdp"])
     with pytest.raises(ConfigurationError, match=r"^x.yaml: no such file"):
         compose(["x.yaml"])
 
