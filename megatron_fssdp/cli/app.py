@@ -88,6 +88,8 @@ def main() -> None:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(f"{error.filename or 'output'}: cannot be written ({error.strerror}); free some space")
+        if isinstance(error, PermissionError):
+            _fail(f"{error.filename}: permission denied; let your user read it, or give another")
         from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
 
         if (message := broken_package_message(error)) is None:

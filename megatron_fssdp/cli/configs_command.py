@@ -19,9 +19,9 @@ def configs_command(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Files or names to combine and print as one YAML. Later ones win.",
+            help="Files or names to combine and print as one YAML. Later ones win. Or one cluster.",
             metavar="[CONFIG.yaml...]",
-            autocompletion=shipped_runs,
+            autocompletion=lambda: {**shipped_runs(), **known_clusters()},
         ),
     ] = None,
 ) -> None:
@@ -29,6 +29,9 @@ def configs_command(
     from megatron_fssdp.config.run.composition import compose
     from megatron_fssdp.config.yaml_text import format_yaml
 
+    if names and len(names) == 1 and (cluster := known_clusters().get(names[0])):
+        sys.stdout.write(cluster.read_text(encoding="utf-8"))
+        return
     # The files can be parts of a run, so they are not validated.
     sys.stdout.write(format_yaml(compose(names).data) if names else shipped_names())
 

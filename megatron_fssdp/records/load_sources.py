@@ -1,6 +1,9 @@
 """Finds out who wrote the loads that somebody names, and reads them."""
 
+from contextlib import suppress
 from pathlib import Path
+
+from numpy.lib.format import open_memmap
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
@@ -17,10 +20,17 @@ from megatron_fssdp.records.rank_traces import (
 def sources_in(path: Path) -> list[str]:
     """Return what a path has loads of: the pattern of files in a folder, or the ending of a file."""
     if path.is_file():
-        return [path.name if path.name == LOADS_FILE else path.suffix]
+        return [path.name if path.name == LOADS_FILE and _is_record(path) else path.suffix]
     folder, _, files = TOKENS_PER_EXPERT.partition("/")
     patterns = [LOADS_FILE, ROUTER_TRACES, TOKENS_PER_EXPERT, *([files] if path.name == folder else [])]
     return [pattern for pattern in patterns if next(path.glob(pattern), None)]
+
+
+def _is_record(path: Path) -> bool:
+    """Whether a file has rows of named arrays, as a run records them, or is too damaged to tell."""
+    with suppress(ValueError, OSError):
+        return open_memmap(path, mode="r").dtype.names is not None
+    return True
 
 
 def read_any_loads(

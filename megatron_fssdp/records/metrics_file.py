@@ -151,6 +151,8 @@ def unreadable(path: Path, error: Exception) -> ConfigurationError:
         return ConfigurationError(f"{path}: no such file; give the folder of a run that recorded its loads")
     if isinstance(error, NotADirectoryError):
         return ConfigurationError(f"{path.parent}: is a file, wanted the folder of a run")
+    if isinstance(error, PermissionError):
+        return ConfigurationError(f"{path}: permission denied; let your user read it, or give another")
     reason = shorten(str(error) or type(error).__name__, 100, placeholder=" …")
     return ConfigurationError(
         f"{path}: damaged, incomplete or not a record of a run ({reason}); record the run again"

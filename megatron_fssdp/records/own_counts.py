@@ -17,6 +17,7 @@ from megatron_fssdp.records.loads import RecordedLoads
 
 _COLUMNS = ("iteration", "layer", "device", "expert", "tokens")
 _MOST = 2**31 - 1
+_SHAPES = "[iterations, layers, experts], [I, L, devices, E] or [I, micro-batches, L, D, E]"
 
 MICRO_BATCH_COUNTS = "counts_IZLDE"
 """The counts of micro-batches in an ``.npz`` file, such as those of ``benchmarks/recordings``."""
@@ -30,16 +31,20 @@ def read_npy_counts(path: Path) -> RecordedLoads:
     try:
         if path.suffix == ".npz":
             with np.load(path) as file:
+                if MICRO_BATCH_COUNTS not in file:
+                    raise ValueError(f"got arrays {', '.join(file)}, wanted {MICRO_BATCH_COUNTS}")
                 counts: NDArray[Any] = file[MICRO_BATCH_COUNTS]
         else:
             counts = npy_format.open_memmap(path, mode="r")
         if counts.ndim not in (3, 4, 5) or counts.dtype.kind not in "iuf" or not counts.size:
             found = f"{counts.dtype} {list(counts.shape)}"
-            raise ValueError(f"got {found}, wanted numbers [I, L, E], [I, L, D, E] or [I, Z, L, D, E]")
+            raise ValueError(f"got {found}, wanted numbers {_SHAPES}")
         if not (counts.min() >= 0 and counts.max() <= _MOST and np.all(counts == counts.astype(np.int32))):
             raise ValueError(f"got {counts.min()} to {counts.max()}, wanted whole numbers from 0 to {_MOST}")
+    except PermissionError:
+        raise
     except Exception as error:  # damaged files raise many kinds of errors in numpy
-        reason = shorten(str(error) or type(error).__name__, 150, placeholder=" …")
+        reason = shorten(str(error).rstrip(".") or type(error).__name__, 150, placeholder=" …")
         raise ConfigurationError(f"{path}: {reason}; correct the file") from None
     counts_ILDE = np.asarray(counts[:, :, None] if counts.ndim == 3 else counts, np.int32)
     return RecordedLoads(
@@ -62,9 +67,10 @@ def read_csv_counts(path: Path, num_experts: int) -> RecordedLoads:
                 raise ValueError(f"got no column {missing[0]}, wanted {', '.join(_COLUMNS)}")
             for row in rows:
                 line, cells = rows.line_num, {"device": "0", **row}
-                iteration, layer, device, expert, tokens = (int(cells[name] or "") for name in _COLUMNS)
-                if min(iteration, layer, device, expert, tokens) < 0 or max(device, tokens) > _MOST:
-                    raise ValueError(f"got {list(row.values())}, wanted numbers from 0 to {_MOST}")
+                for name in _COLUMNS:
+                    if not (text := cells[name] or "").isdecimal() or int(text) > _MOST:
+                        raise ValueError(f"got {name} '{text}', wanted a whole number from 0 to {_MOST}")
+                iteration, layer, device, expert, tokens = (int(cells[name]) for name in _COLUMNS)
                 if expert >= num_experts:
                     raise ValueError(f"got expert {expert}, wanted 0 to {num_experts - 1} as in the model")
                 empty_E = np.full(num_experts, -1, np.int32)

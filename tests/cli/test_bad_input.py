@@ -1,5 +1,7 @@
 """Strange bytes and YAML are tested once, at the loaders."""
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +103,8 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
         ((*SIMULATE, "--loads", "nowhere"), "--loads 'nowhere'"),
         ((*SIMULATE, "--loads", "W33"), "--loads 'W33' 'W3'"),
         ((*SIMULATE, "--strategies", "ep,fsdp"), "'fsdp' 'fssdp'"),
+        ((*SIMULATE, "--moe-strategy-set", "slot=2"), "--moe-strategy-set 'slot' 'slots'"),
+        ((*REPORT, "--strategies", "ep"), "--strategies --cluster"),
         ((*SIMULATE, "--set", "model.num_experts=null", *ONE_RANK), "num_experts"),
         (("report", "nowhere"), "nowhere/"),
         (("report", "done/metrics.jsonl"), "done/metrics.jsonl:"),
@@ -133,6 +137,27 @@ def test_wrong_arguments_give_one_line_and_change_nothing(
     assert_refused(code, out, err)
     assert all(word in err for word in named.split())
     assert contents(place) == before
+
+
+@pytest.mark.parametrize("name", ["counts.csv", "counts.npy", "done/loads.npy"])
+def test_a_file_without_permission_gives_one_line(
+    place: Path, command: Callable, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refusing(opener: Callable) -> Callable:
+        def opened(file: Path, *more: object, **options: object) -> object:
+            if str(file).endswith(name):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+            return opener(file, *more, **options)
+
+        return opened
+
+    (place / name).touch()
+    monkeypatch.setattr(Path, "open", refusing(Path.open))
+    monkeypatch.setattr(np.lib.format, "open_memmap", refusing(np.lib.format.open_memmap))
+    loads = name.removesuffix("/loads.npy")
+    code, out, err = command("simulate", "--loads", loads, *SIMULATE[3:])
+    assert_refused(code, out, err)
+    assert f"{name}: permission denied" in err
 
 
 @pytest.mark.parametrize(

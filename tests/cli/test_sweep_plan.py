@@ -87,5 +87,18 @@ def test_files_beside_the_sweep_are_found(tmp_path: Path) -> None:
     assert load_sweep(tmp_path / "sweep.yaml").run == ("gpt_moe_tiny", str(tmp_path / "mine.yaml"))
 
 
-def test_the_example_is_planned() -> None:
-    assert len(planned_runs(load_sweep(ROOT / "examples" / "sweep" / "sweep.yaml"))) == 6
+def test_the_runs_of_the_example_differ() -> None:
+    sweep = load_sweep(ROOT / "examples" / "sweep" / "sweep.yaml")
+    settings = [
+        load_run(
+            sweep.run,
+            [
+                f"strategy.name={run.strategy}",
+                *(f"strategy.settings.{text}" for text in run.strategy_overrides),
+                *run.overrides,
+            ],
+        )
+        for run in planned_runs(sweep)
+    ]
+    assert len(settings) == 6
+    assert all(one not in settings[:index] for index, one in enumerate(settings))

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.cli.configs_command import shipped_names
+from megatron_fssdp.cli.configs_command import configs_command, shipped_names
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import compose, load_run
 from megatron_fssdp.config.shipped_files import known_clusters, shipped_folder, shipped_run, shipped_runs
@@ -39,8 +39,15 @@ def test_a_users_files_come_before_shipped_ones(tmp_path: Path) -> None:
 def test_a_wrong_name_gives_one_line_with_the_closest_name() -> None:
     with pytest.raises(ConfigurationError, match=r"^gpt_moe_tny: no .*mean 'gpt_moe_tiny'\?"):
         compose(["gpt_moe_tny"])
+    with pytest.raises(ConfigurationError, match=r"^fssdp: no .*mean 'strategies/fssdp'\?"):
+        compose(["fssdp"])
     with pytest.raises(ConfigurationError, match=r"^x.yaml: no such file"):
         compose(["x.yaml"])
+
+
+def test_a_shipped_cluster_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    configs_command(["h200"])
+    assert capsys.readouterr().out == known_clusters()["h200"].read_text(encoding="utf-8")
 
 
 def test_the_list_has_a_description_and_a_parameter_count_for_each_file() -> None:

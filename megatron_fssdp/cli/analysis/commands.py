@@ -17,12 +17,21 @@ RankingCluster = Annotated[
     str | None,
     typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}", autocompletion=known_clusters),
 ]
-RankedStrategies = Annotated[str, strategy_list("rank", " Default: all that place experts.")]
+RankedStrategies = Annotated[
+    str, strategy_list("rank", " Only with --cluster. Default: all that place experts.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _refuse_unranked(strategies: str, cluster: str | None) -> None:
+    if strategies and cluster is None:
+        raise ConfigurationError(
+            f"--strategies {strategies}: nothing is ranked without --cluster; add it, or remove --strategies"
+        )
 
 
 def report_command(
@@ -44,6 +53,7 @@ def report_command(
     from megatron_fssdp.records.load_sources import sources_in
     from megatron_fssdp.records.metrics_file import METRICS_FILE
 
+    _refuse_unranked(strategies, cluster)
     page = out or (run.parent if run.is_file() else run) / "report.html"
     if run.name == METRICS_FILE or (run / METRICS_FILE).exists() or not sources_in(run):
         if model or settings:
@@ -125,6 +135,7 @@ def compare_command(
         raise ConfigurationError(
             "compare: got one run, wanted two or more; `megatron-fssdp report RUN_DIR` shows a single one"
         )
+    _refuse_unranked(strategies, cluster)
     page = out or runs[0] / "comparison.html"
     _write_report(runs, page, cluster, strategies, as_json=as_json, loads_only=loads_only)
 
@@ -247,6 +258,7 @@ def simulate_command(
     run = load_run(models, settings or ())
     described = ranking.described_cluster(cluster, cluster_set or ())
     chosen = {name: ranking.settings_of(name, run, moe_strategy_set or ()) for name in names}
+    ranking.refuse_unknown_keys(moe_strategy_set or (), chosen)
     console = Console(markup=False)
     record, note = ranking.loads_with_progress(loads, job_of_run(run), console, slice(iterations), seed)
     job, record, links, words = simulated_stage(run, record, described, stage)

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import apply_overrides, validate
+from megatron_fssdp.config.loading import apply_overrides, unknown_name, validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
@@ -91,12 +91,20 @@ def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> Str
     Systems of others have settings, too.
     """
     data = dict(run.strategy.settings) if run.strategy.name == name else {}
-    apply_overrides({}, overrides, "--moe-strategy-set")  # refuses texts that are no settings
     system, source = SYSTEMS.get(name), f"--strategies {name}"
     known = (system.settings if system else type(strategy_settings(name, {}, "--strategies"))).model_fields
     known_overrides = [override for override in overrides if override.partition("=")[0].strip() in known]
     data = apply_overrides(data, known_overrides)
     return validate(system.settings, data, source) if system else strategy_settings(name, data, source)
+
+
+def refuse_unknown_keys(overrides: Sequence[str], chosen: Mapping[str, StrategySettings]) -> None:
+    """Raise a ConfigurationError for a key of ``--moe-strategy-set`` that no chosen strategy has."""
+    known = dict.fromkeys(key for settings in chosen.values() for key in type(settings).model_fields)
+    for key in apply_overrides({}, overrides, "--moe-strategy-set"):
+        if key not in known:
+            text = unknown_name("key", key, known)
+            raise ConfigurationError(f"--moe-strategy-set: {text}; give one of them, or change --strategies")
 
 
 def ranked_strategies(

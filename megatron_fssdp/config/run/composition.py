@@ -110,7 +110,8 @@ def _layers(name: str, above: tuple[Path, ...]) -> Iterator[Layer]:
         )
     try:
         if not (file.suffix or file.exists()):
-            close = closest(name, list(shipped_runs()))
+            known = list(shipped_runs())
+            close = next((one for one in known if one.endswith(f"/{name}")), closest(name, known))
             hint = f"did you mean '{close}'? " if close else ""
             raise ConfigurationError(
                 f"{file}: no such file, and the package has no config of that name; {hint}"

@@ -133,10 +133,11 @@ class RunConfig(Settings):
 
 def _sizes(run: RunConfig, values: Mapping[str, Any]) -> Iterator[str]:
     model, cut = run.model, run.parallelism
+    in_experts = _TP if cut.expert_tensor_parallel_size is None else "expert_tensor_parallel_size"
     experts = cut.expert_model_parallel_size * cut.expert_tensor_size * cut.pipeline_model_parallel_size
     for product, factors in (
         (cut.ranks_of_a_model, f"{{{_TP}}} × {{{_PP}}} × {{context_parallel_size}}"),
-        (experts, f"{{{_EP}}} × {{expert_tensor_parallel_size}} × {{{_PP}}}"),
+        (experts, f"{{{_EP}}} × {{{in_experts}}} × {{{_PP}}}"),
     ):
         if cut.world_size % product:
             yield (

@@ -152,8 +152,8 @@ class SlotKeys(ExchangeKeys):
     slots: int | None = setting(
         None,
         "Maximum number of replicas of a layer on a device (Hecate Alg. 1, m). Default: as many as fit into "
-        "the free memory, which is measured in the first iterations. Before, fssdp has as many as the device "
-        "owns experts, in one layer at a time.",
+        "the free memory, which is measured in the first iterations. Until then, fssdp has as many as the "
+        "device owns experts, in one layer at a time.",
         ge=0,
     )
     overlap: bool = setting(

@@ -57,7 +57,9 @@ def loads_for_job(
     found = loads.of_iterations(chosen)
     counts, factor = fitted_loads(found.counts_ILDE, job)
     scaled = "" if factor == 1.0 else f"tokens scaled by {factor:.4g} to the model's batch size"
-    note = "; ".join(filter(None, (how, scaled)))
+    sources, devices = found.counts_ILDE.shape[-2], counts.shape[-2]
+    spread = "" if sources == devices else f"source devices of the record {sources}, of the model {devices}"
+    note = "; ".join(filter(None, (how, spread, scaled)))
     return replace(found, counts_ILDE=counts), note and f"loads: {note}"
 
 

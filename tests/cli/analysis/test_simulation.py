@@ -86,7 +86,7 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
         writer.append(iteration, rng.multinomial(100, np.arange(1, 9) / 36, size=(4, 4)))
     arguments = ("--iterations", "4", "--no-plots", "--no-break-even", "--moe-strategy-set", "slots=3")
     output = simulate(tmp_path / "out", str(tmp_path / "run"), *arguments)
-    assert "tokens scaled by 10.24" in output
+    assert "loads: tokens scaled by 10.24" in output
     assert "wrote tables to" in output
     with (tmp_path / "out" / "iterations.csv").open(newline="") as file:
         assert [line["iteration"] for line in csv.DictReader(file)] == ["1", "2", "3", "4"] * 2
@@ -107,8 +107,11 @@ def test_loads_that_change_between_micro_batches_are_simulated(tmp_path: Path) -
     np.savez(tmp_path / "loads.npz", counts_IZLDE=counts_IZLDE)
     assert "tokens scaled" in simulate(tmp_path / "out", str(tmp_path / "loads.npz"), *more)
     np.savez(tmp_path / "loads.npz", counts_ILDE=counts_IZLDE[:, 0])
-    with pytest.raises(ConfigurationError, match="counts_IZLDE is not a file in the archive"):
+    with pytest.raises(ConfigurationError, match="got arrays counts_ILDE, wanted counts_IZLDE"):
         simulate(tmp_path / "out", str(tmp_path / "loads.npz"), *more)
+    np.save(tmp_path / "loads.npy", counts_IZLDE[:, 0, :, :2])
+    output = simulate(tmp_path / "out", str(tmp_path / "loads.npy"), *more)
+    assert "loads: source devices of the record 2, of the model 4; tokens scaled" in output
 
 
 @pytest.mark.parametrize(
