@@ -325,8 +325,8 @@ def train_under(
             host.found.replicas.append(max(made, default=0))
             if not iteration:
                 host.overlaps_gather()
-        for model in attachment.models if name != "none" else ():
-            host.found.num_histories = [len(one.history) for one in model.session.runtime.layers]
-            host.found.has_moved = not model.session.slots.owners.is_even
+            for model in attachment.models if name != "none" else ():
+                host.found.num_histories = [len(one.history) for one in model.session.runtime.layers]
+                host.found.has_moved |= not model.session.slots.owners.is_even  # slime moves them back
         results.append(host.found)
     return results
