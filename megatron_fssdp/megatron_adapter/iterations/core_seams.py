@@ -14,7 +14,8 @@ and functions that a module looks up when it calls them. So hosts that have impo
                                            refused
 """
 
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.checkpoints.named_copies import refuse_moved
 from megatron_fssdp.megatron_adapter.iterations.attachment import current
+from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 from megatron_fssdp.megatron_adapter.iterations.model_marks import mark, model_of, models_of, note_optimizer
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import count
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
@@ -87,13 +89,32 @@ def _run_passes(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         told = [
             surrounded.enter_context(model.passes(kwargs["num_microbatches"])) for model in models.values()
         ]
+        surrounded.enter_context(_home_before_finalizing(get_model_config(chunks[0]), models.values()))
         results = schedule(*args, **kwargs)
         for facts in told:
             facts.note(results, kwargs)
-        if get_model_config(chunks[0]).finalize_model_grads_func is None:
-            for model in models.values():  # The loop may read gradients itself.
-                model.finish_gradients()
     return results
+
+
+@contextmanager
+def _home_before_finalizing(config: Any, models: Collection[ModelIterations]) -> Iterator[None]:
+    """Bring gradients home before a function of the loop's own, or the loop itself, may read them."""
+    finalize = config.finalize_model_grads_func
+
+    def finalize_at_home(*args: Any, **kwargs: Any) -> Any:
+        for model in models:
+            model.finish_gradients()
+        return finalize(*args, **kwargs)
+
+    if finalize is not None and models:
+        config.finalize_model_grads_func = finalize_at_home
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = finalize
+    if finalize is None:
+        for model in models:
+            model.finish_gradients()
 
 
 def _reset(reset: Any, buffer: Any) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
@@ -42,6 +44,7 @@ class ModelIterations(HostModel):
         self._is_prepared = False  # for the coming iteration
         self._is_open = False
         self._is_by_hand = False  # No schedule has told of passes in the open iteration.
+        self._is_scheduled = False  # A schedule runs passes.
         self._is_zero = True  # Gradients were set to zero since the iteration began, or since the last one.
         self._mixes = False  # Experts have moved, and gradients of others were kept in their slots.
         self._num_done = 0
@@ -74,10 +77,19 @@ class ModelIterations(HostModel):
         if trains and not self._is_open and (clock is None or not clock.driven):
             self.begin(0)
             self._is_by_hand = True
-        if trains or not self._is_open:
-            return forward(*args, **kwargs)
-        with self.evaluation():
-            return forward(*args, **kwargs)
+        if not trains and self._is_open:
+            with self.evaluation():
+                return forward(*args, **kwargs)
+        results = forward(*args, **kwargs)
+        if trains and not self._is_scheduled:
+            for one in tree_leaves(results):
+                if isinstance(one, torch.Tensor) and one.requires_grad:
+                    one.register_hook(self._finish_after_backward)
+        return results
+
+    def _finish_after_backward(self, _: torch.Tensor) -> None:
+        # A loop without a schedule may read gradients when backward() returns.
+        Variable._execution_engine.queue_callback(self.finish_gradients)
 
     def begin(self, num_micro_batches: int) -> None:
         """Begin an iteration, or go on with it, before passes of so many micro-batches; 0 if unknown.
@@ -112,9 +124,12 @@ class ModelIterations(HostModel):
     def passes(self, num_micro_batches: int) -> Iterator[IterationFacts]:
         """Surround the passes of a schedule, which are timed if the iteration is recorded."""
         self.begin(num_micro_batches)
-        self._is_by_hand = False
+        self._is_by_hand, self._is_scheduled = False, True
         started_s = time.perf_counter()
-        yield self._facts
+        try:
+            yield self._facts
+        finally:
+            self._is_scheduled = False
         if self.recorder is not None and self.recorder.wants_iteration(self.num_done + 1):
             _synchronize()  # This wait costs nothing: the optimizer waits for the gradients' norm anyway.
             self._facts.passes_s += time.perf_counter() - started_s

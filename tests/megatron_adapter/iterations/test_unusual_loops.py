@@ -41,6 +41,40 @@ def reading(host: Host, iteration: int) -> None:
     host.step(loss + host.passes(2))
 
 
+def own_finalize(host: Host, iteration: int) -> None:
+    """A function of the loop's own changes gradients before DDP reduces them."""
+    from megatron.core.distributed import finalize_model_grads
+
+    def finalize(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
+        halve(host)
+        finalize_model_grads(chunks, *args, **kwargs)
+
+    host.config.finalize_model_grads_func = finalize
+    swift(host, iteration)
+
+
+def halving(host: Host, iteration: int) -> None:
+    """No schedule; gradients are changed after backward passes, in one iteration after each."""
+    from megatron.core.distributed import finalize_model_grads
+
+    host.reset()
+    loss = 0.0
+    for number in range(2):
+        of_batch = host.forward()
+        of_batch.backward()
+        loss += float(of_batch)
+        if number or iteration == 2:
+            halve(host)
+    finalize_model_grads([host.model])
+    host.step(loss)
+
+
+def halve(host: Host) -> None:
+    for parameter in host.model.parameters():
+        parameter.main_grad.mul_(0.5)
+    host.found.gradients.append(host.gradients())
+
+
 def trained(strategy: tuple[str, dict[str, Any]], loop: Callable[[Host, int], None]) -> tuple[Trained, Any]:
     import megatron_fssdp
 
@@ -54,7 +88,7 @@ def trained(strategy: tuple[str, dict[str, Any]], loop: Callable[[Host, int], No
 
 def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, list[int], bool]]:
     results = []
-    for loop in (late_reset, first_forward_alone, reading):
+    for loop in (late_reset, first_forward_alone, reading, own_finalize, halving):
         stock, _ = trained(("none", {}), loop)
         for strategy in (MOVING, ("quota", {"slots": 2}), ("flexmoe", {})):
             found, session = trained(strategy, loop)
