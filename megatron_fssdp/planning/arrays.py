@@ -18,7 +18,7 @@ def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
 
 
 def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) -> np.ndarray:
-    """The (token, k) pairs ``[D, E]`` as int64; a ValueError if they are not 0 or more, or no integers."""
+    """The (token, k) pairs ``[D, E]`` as read-only int64; a ValueError if they are negative, or no integers."""
     counts = np.asarray(counts_DE)
     if counts.shape != (num_devices, num_experts) or counts.dtype.kind not in "iu":
         raise ValueError(
@@ -30,7 +30,7 @@ def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) ->
         raise ValueError(
             f"counts_DE[{source}, {expert}] is {counts[source, expert]}: wanted 0 or more tokens"
         )
-    return counts.astype(np.int64)
+    return frozen_array(counts, np.int64)
 
 
 def zero_ints(size: int) -> memoryview:

@@ -22,10 +22,12 @@ NAMES = (
     "constants",
     "transfer_trees",
     "price_formula",
+    "layer_traffic",
     "priced_layer",
     "placement_descent",
     "placement_search",
     "greedy_planners",
+    "token_shares",
 )
 """The kernels; each one follows those that it imports."""
 

@@ -36,14 +36,23 @@ class LoadHistory:
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
         self._micro_batches: Sequence[Callable[[], np.ndarray]] = ()
         self._forecast_DE: np.ndarray | None = None  # of the next iteration, once it was asked for
+        self._num_repeats = 0  # iterations, one after the other, with the array of the one before
+        self._excerpts: dict[int, LoadHistory] = {}  # by window, of now
 
     def append(self, counts_DE: np.ndarray, micro_batches: Sequence[Callable[[], np.ndarray]] = ()) -> None:
         """Add the (token, k) pairs of one iteration, integers ``[D, E]``, or raise a ValueError.
 
         ``micro_batches`` give those of the single micro-batches, of which few are asked for.
         """
-        kept = checked_counts(counts_DE, self.num_devices, self.num_experts)
-        kept.setflags(write=False)
+        is_same = bool(self._latest) and counts_DE is self._latest[-1]
+        kept = checked_counts(counts_DE, self.num_devices, self.num_experts) if not is_same else counts_DE
+        self._num_repeats = self._num_repeats + 1 if is_same else 0
+        self._micro_batches = micro_batches
+        self.num_seen += 1
+        if self.repeats:
+            for shorter in self._excerpts.values():
+                shorter.num_seen, shorter._micro_batches = self.num_seen, micro_batches
+            return
         load_E = kept.sum(axis=0)
         # A window of one iteration has one forecast: the last counts.
         if self._num_settled and self.window > 1:
@@ -60,11 +69,23 @@ class LoadHistory:
         self._sum_DE += kept - (self._latest[0] if len(self._latest) == self.window else 0)
         self._latest.append(kept)
         self._loads.append(load_E)
-        self._micro_batches, self._forecast_DE = micro_batches, None
-        self.num_seen += 1
+        self._excerpts, self._forecast_DE = {}, None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether so many of the latest iterations have the same counts that another one changes nothing.
+
+        All counts of the window are then the same read-only array, and all errors of forecasts are theirs.
+        """
+        return self._num_repeats > 2 * self.window
 
     def excerpt(self, window: int, *, without_latest: int = 0) -> "LoadHistory":
-        """The history that would exist with a shorter window, or ``without_latest`` iterations earlier."""
+        """The history that would exist with a shorter window, or ``without_latest`` iterations earlier.
+
+        It is for reading only, until the next iteration.
+        """
+        if window in self._excerpts and not without_latest:
+            return self._excerpts[window]
         shorter = LoadHistory(window, self.num_devices, self.num_experts)
         # Iterations before the window only tell since when the loads have not jumped, and which forecast
         # would have been best.
@@ -72,7 +93,8 @@ class LoadHistory:
         shorter.num_seen = self.num_seen - without_latest - len(known)
         for counts_DE in known:
             shorter.append(counts_DE)
-        shorter._micro_batches = () if without_latest else self._micro_batches
+        if not without_latest:
+            shorter._micro_batches, self._excerpts[window] = self._micro_batches, shorter
         return shorter
 
     def state(self) -> dict[str, Any]:

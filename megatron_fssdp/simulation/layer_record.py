@@ -6,6 +6,7 @@ Shape letters: D devices, E experts.
 import operator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from megatron_fssdp.planning.transfer.message_size import MessageRule, num_batch
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import LayerDecision, ReplayedIteration
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 UNUSED = LinkTimes()
 
@@ -124,7 +126,9 @@ class LayerPrices:
     steps: SteppedExchange | None = None
     host: HostWork = field(default_factory=HostWork)
     plans_s: float = 0.0
-    _known: dict[tuple[int, int], tuple[LayerDecision, LayerRecord]] = field(default_factory=dict)
+    _known: dict[tuple[int, int], tuple[LayerDecision, dict[str, Any], LayerRecord]] = field(
+        default_factory=dict
+    )
 
     def iteration(self, decided: ReplayedIteration) -> IterationRecord:
         """The record of one iteration."""
@@ -146,30 +150,56 @@ class LayerPrices:
         )
 
     def _known_layer(self, number: int, layer: int, decision: LayerDecision, times: int) -> LayerRecord:
-        """The record of a layer in a micro-batch: that of the last iteration if its decision is the same."""
+        """The record of a layer in a micro-batch, in as far as it is not that of the last iteration."""
         known = self._known.get((number, layer))
         if known is None or not all(map(operator.is_, known[0], decision)):
-            record = self._layer(layer, decision, times, is_first=not number)
-            known = self._known[number, layer] = decision, record
-        return known[1]
+            if known is not None and known[0].plan is decision.plan and known[0].planned is decision.planned:
+                of_plan = known[1]
+            else:
+                of_plan = self._of_plan(layer, decision, times, is_first=not number)
+            record = LayerRecord(**of_plan, **self._of_loads(layer, decision, times))
+            known = self._known[number, layer] = decision, of_plan, record
+        return known[2]
 
-    def _layer(self, layer: int, decision: LayerDecision, times: int, *, is_first: bool) -> LayerRecord:
-        """The record of the layer with this index among the MoE layers, in ``times`` equal micro-batches.
+    def _sent_choices(self, plan: LayerPlan) -> TokenChoices | None:
+        """The choices of tokens that are sent once to each node; ``None`` if they are not."""
+        choices = self.job.choices or TokenChoices(self.job.top_k)
+        return choices if plan.deduplicated or choices.is_fused else None
 
-        The host's work for the whole iteration belongs to its first micro-batch.
-        """
-        planned, plan, counts_DE = decision
-        job, topology, life, once = self.job, self.topology, plan.life, int(is_first)
-        placement, tokens = plan.placement, plan.dispatch(counts_DE, topology, times)
-        choices = job.choices or TokenChoices(job.top_k)
-        sent = choices if plan.deduplicated or choices.is_fused else None
+    def _of_loads(self, layer: int, decision: LayerDecision, times: int) -> dict[str, Any]:
+        """What the counts say about a layer, by the fields of its record; ``times`` equal micro-batches."""
+        _, plan, counts_DE = decision
+        job, tokens, sent = self.job, plan.dispatch(counts_DE, self.topology, times), self._sent_choices(plan)
         pairs, cross_node = tokens.busiest, tokens.cross_node_tokens
         if sent is not None:
-            hops = expected_hops(counts_DE, placement, topology, sent)
+            hops = expected_hops(counts_DE, plan.placement, self.topology, sent)
             pairs, cross_node = hops_traffic(hops), hops.tokens_between_nodes
         dispatch, combine = exchange_times(self.links.all_to_all, pairs, job.token_bytes, times, sent)
         if job.num_peers > 1:
             dispatch, combine = self._with_peers(tokens, times, dispatch, combine)
+        # The source with the most tokens sets the time. It also computes tokens that are dropped later.
+        pairs_per_device = job.tokens_per_micro_batch * times * job.top_k
+        slowest = max(int(counts_DE.sum(axis=1).max()) / pairs_per_device, 1.0)
+        s_per_flop = slowest / self.cluster.non_expert_flops_per_s
+        s_per_token = job.expert_flops_per_token / self.cluster.expert_flops_per_s / times
+        return {
+            "tokens_D": tokens.whole_tokens_D.astype(np.int32),
+            "cross_node": round(cross_node),
+            "before_layer_s": job.before_layer_flops_L[layer] * s_per_flop,
+            "before_again_s": sum(job.before_again_flops_L[layer : layer + 1]) * s_per_flop,
+            "before_gate_s": job.before_gate_flops_L[layer] * s_per_flop,
+            "dispatch": dispatch,
+            "combine": combine,
+            "experts_s": float(tokens.device_tokens_D.max()) * s_per_token,
+        }
+
+    def _of_plan(self, layer: int, decision: LayerDecision, times: int, *, is_first: bool) -> dict[str, Any]:
+        """What the plans of a layer say, by the fields of its record, in ``times`` equal micro-batches.
+
+        The host's work for the whole iteration belongs to its first micro-batch.
+        """
+        planned, plan, _ = decision
+        job, topology, life, once, placement = self.job, self.topology, plan.life, int(is_first), plan.placement
         gather = replicas = transfer_traffic(planned.transfer, topology)
         addition = NO_TRANSFER
         if plan is not planned:
@@ -198,42 +228,29 @@ class LayerPrices:
         elif planned.corrects:
             first_plan_s = self.host.after_gate_s
         host_s = once * self.host.before_gate_s + times * runs * each_plan_s + once * first_plan_s
-        # The source with the most tokens sets the time. It also computes tokens that are dropped later.
-        pairs_per_device = job.tokens_per_micro_batch * times * job.top_k
-        slowest = max(int(counts_DE.sum(axis=1).max()) / pairs_per_device, 1.0)
-        s_per_flop = slowest / self.cluster.non_expert_flops_per_s
-        s_per_token = job.expert_flops_per_token / self.cluster.expert_flops_per_s / times
-        return LayerRecord(
-            tokens_D=tokens.whole_tokens_D.astype(np.int32),
-            cross_node=round(cross_node),
-            gathered=gather.num_experts + addition.num_experts,
-            gathered_between_nodes=gather.num_between_nodes + addition.num_between_nodes,
-            replicas=placement.num_replicas,
-            most_replicas=int(placement.replicas_per_device_D.max()) if placement.num_replicas else 0,
-            most_received=plan.transfer.most_sent,
-            most_owned=int(placement.owned_per_device_D.max()),
-            deduplicated=sent is not None,
-            life=life,
-            ahead=plan.gather_ahead,
+        return {
+            "gathered": gather.num_experts + addition.num_experts,
+            "gathered_between_nodes": gather.num_between_nodes + addition.num_between_nodes,
+            "replicas": placement.num_replicas,
+            "most_replicas": int(placement.replicas_per_device_D.max()) if placement.num_replicas else 0,
+            "most_received": plan.transfer.most_sent,
+            "most_owned": int(placement.owned_per_device_D.max()),
+            "deduplicated": self._sent_choices(plan) is not None,
+            "life": life,
+            "ahead": plan.gather_ahead,
             # No experts before the first layer could hide a part, and the smart schedule leaves no room.
-            early=plan.early if plan.is_split and layer and self.steps is None else 0.0,
-            steps=self.steps if plan.in_steps else None,
-            before_layer_s=job.before_layer_flops_L[layer] * s_per_flop,
-            before_again_s=sum(job.before_again_flops_L[layer : layer + 1]) * s_per_flop,
-            recomputed=layer in job.recomputed,
-            before_gate_s=job.before_gate_flops_L[layer] * s_per_flop,
-            counts_s=self._counts_s + plan.shares_exactly * (self._counts_s + EXACT_SHARES_S),
-            dispatch=dispatch,
-            combine=combine,
-            experts_s=float(tokens.device_tokens_D.max()) * s_per_token,
-            gather_s=gather_times.seconds,
-            addition_s=addition_times.seconds,
-            reduce_s=reductions * reduce_times.seconds,
-            regather=regather,
-            plan_s=each_plan_s,
-            first_plan_s=first_plan_s,
-            host_s=host_s + self._messages.batch_host_s * posted,
-        )
+            "early": plan.early if plan.is_split and layer and self.steps is None else 0.0,
+            "steps": self.steps if plan.in_steps else None,
+            "recomputed": layer in job.recomputed,
+            "counts_s": self._counts_s + plan.shares_exactly * (self._counts_s + EXACT_SHARES_S),
+            "gather_s": gather_times.seconds,
+            "addition_s": addition_times.seconds,
+            "reduce_s": reductions * reduce_times.seconds,
+            "regather": regather,
+            "plan_s": each_plan_s,
+            "first_plan_s": first_plan_s,
+            "host_s": host_s + self._messages.batch_host_s * posted,
+        }
 
     def _with_peers(self, tokens: TokenDispatch, times: int, *exchange: LinkTimes) -> list[LinkTimes]:
         """Dispatch and combine with the gather of rows among the ranks that hold parts of an expert.

@@ -129,17 +129,21 @@ def replay_strategy(
         source_P = np.concatenate([owner_E[expert_P] for owner_E, expert_P, _ in moves])
         device_P = np.concatenate([device_P for *_, device_P in moves])
         before_Z, micro_batches = micro_batches, [[] for _ in counts_ZLDE]
+        is_same_ZL = _repeated_ZL(counts_IZLDE, iteration)
         for layer, (context, history) in enumerate(zip(contexts, histories, strict=True)):
             plan = planned = plan_before_gate(strategy, context, history)
             for number, layers in enumerate(micro_batches):
                 # Equal counts stay one array, so that what follows from them is found again by it.
-                counts_DE = before_Z[number][layer].counts_DE if before_Z else None
-                if counts_DE is None or not np.array_equal(counts_DE, counts_ZLDE[number, layer]):
+                if is_same_ZL[number, layer]:
+                    counts_DE = before_Z[number][layer].counts_DE
+                else:
                     counts_DE = frozen_array(counts_ZLDE[number, layer], np.int64)
                 # The first micro-batch corrects a plan for the iteration.
                 if planned.each_micro_batch or number == 0:
                     served = times if planned.each_micro_batch else num_micro_batches
-                    plan = plan_after_gate(strategy, context, counts_DE // times, planned, served)
+                    if planned.each_micro_batch or planned.corrects:
+                        one_DE = counts_DE if times == 1 else counts_DE // times
+                        plan = plan_after_gate(strategy, context, one_DE, planned, served)
                     if on_plan is not None:
                         on_plan(iteration, layer, plan)
                 layers.append(LayerDecision(planned, plan, counts_DE))
@@ -147,9 +151,17 @@ def replay_strategy(
         yield ReplayedIteration(micro_batches, source_P, device_P)
 
 
+def _repeated_ZL(counts_IZLDE: np.ndarray, iteration: int) -> np.ndarray:
+    """Whether the counts of an iteration are those of the one before, bool ``[Z, L]``."""
+    if not iteration:
+        return np.zeros(counts_IZLDE.shape[1:3], np.bool_)
+    same = counts_IZLDE[iteration] == counts_IZLDE[iteration - 1]
+    return np.asarray(same.reshape(*same.shape[:2], -1).all(axis=2))
+
+
 def _remember(history: LoadHistory, micro_batches: Sequence[np.ndarray] | np.ndarray) -> None:
     """Add an iteration of micro-batches with these counts, int64 ``[D, E]`` each, as the runtime does."""
-    counts_DE = np.sum(micro_batches, axis=0)
+    counts_DE = np.sum(micro_batches, axis=0) if len(micro_batches) > 1 else micro_batches[0]
     if counts_DE.any():
         history.append(counts_DE, [partial(np.asarray, one_DE) for one_DE in micro_batches])
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
@@ -267,9 +268,11 @@ class LastPlans:
         """The plan that ``make`` makes of some numbers, such as counts, and another plan if there is one."""
         known = self._last.get(context.layer)
         if known is None or not (
-            known[0] is context and known[1] is plan and np.array_equal(known[2], numbers)
+            known[0] is context
+            and known[1] is plan
+            and (known[2] is numbers or np.array_equal(known[2], numbers))
         ):
-            known = self._last[context.layer] = context, plan, numbers.copy(), make()
+            known = self._last[context.layer] = context, plan, frozen_array(numbers, numbers.dtype), make()
         return known[3]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from devtools.measured_profile import CHEAP_TO_MOVE as PROFILE
 from megatron_fssdp.planning import compiled_form, quotas, search
 from megatron_fssdp.planning.compiled_form import kernel_form
+from megatron_fssdp.planning.dispatch import token_dispatch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
@@ -22,7 +23,7 @@ from tests.support.python_process import python_output
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
 
-USERS = (layer_plan, quotas, search, prophet_planner, transfer_plan)
+USERS = (layer_plan, quotas, search, prophet_planner, token_dispatch, transfer_plan)
 needs_compiled = pytest.mark.skipif(
     kernel_form() != "compiled", reason=f"planning kernels: {kernel_form()}; nothing to compare with"
 )
@@ -51,7 +52,10 @@ def plans(
         model = prophet_planner.ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)
         of_layer = (owner_E, counts_DE, model, [0])
         prophets = prophet_planner.greedy_placements(*of_layer, balance=0.5, slots=2)
+        exact = token_dispatch.plan_dispatch("exact", counts_DE, placement, topology)
         return [
+            exact.tokens_ED.tolist(),
+            exact.busiest,
             placement.present_ED.tolist(),
             by_load.present_ED.tolist(),
             seconds,

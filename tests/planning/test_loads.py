@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.loads import LoadHistory, has_jumped, load_similarity, max_over_mean
 from megatron_fssdp.records.metrics import balance_ratio
 
@@ -69,6 +70,22 @@ def test_single_micro_batches_are_asked_for_evenly_and_belong_to_the_latest_iter
     earlier = history.excerpt(3, without_latest=1)
     for alone, counts in ((history, [[5, 6]]), (resumed, [[21, 7]]), (earlier, [[21, 7]])):
         assert [one.tolist() for one in alone.iterations_like(99)] == [counts]
+
+
+def test_an_array_that_comes_again_and_again_is_as_good_as_copies_of_it() -> None:
+    rng = np.random.default_rng(0)
+    first, second = (frozen_array(rng.integers(0, 100, (2, 4)), np.int64) for _ in range(2))
+    repeated, copied = LoadHistory(3, 2, 4), LoadHistory(3, 2, 4)
+    for counts_DE in (second, *[first] * 12, second, *[first] * 2):
+        repeated.append(counts_DE)
+        copied.append(counts_DE.copy())
+        (counts_IDE, *known), (copied_IDE, *wanted) = (one.state().values() for one in (repeated, copied))
+        assert (counts_IDE.tolist(), known) == (copied_IDE.tolist(), wanted)
+        for window in (1, 2):
+            found, anew = (one.excerpt(window).state().values() for one in (repeated, copied))
+            assert repr([*found]) == repr([*anew])
+        assert repeated.forecast_DE().tolist() == copied.forecast_DE().tolist()
+    assert not repeated.repeats
 
 
 def test_bad_counts_say_what_was_wanted():

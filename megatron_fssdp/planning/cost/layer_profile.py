@@ -1,6 +1,6 @@
 """Costs of one layer on the cluster of a run, measured in its first iterations."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, ClusterCost, LinkCost
@@ -59,6 +59,14 @@ class LayerProfile:
     choices: TokenChoices | None = None
     deduplicated: bool = False
     exact_shares_s: float = EXACT_SHARES_S
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, because each price looks for its costs by the profile."""
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
 
     @property
     def sent_choices(self) -> TokenChoices | None:

@@ -13,6 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_fssdp.planning.arrays import zero_reals
+from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
@@ -97,21 +99,24 @@ class TokenDispatch:
         return np.diff(np.rint(np.cumsum(self.device_tokens_D)).astype(np.int64), prepend=0)
 
     @cached_property
+    def _on_links(self) -> list[float]:
+        """Pairs on the busiest link inside a node, of a device and of a node between nodes; all of these."""
+        busiest, (node_D, _, first_N) = zero_reals(4), self.topology.arrays
+        pairs = (np.ascontiguousarray(of_all, np.float64) for of_all in (self.counts_DE, self.tokens_ED))
+        scratch = (np.empty((2, len(first_N) - 1)), np.zeros((4, len(node_D))))
+        kernel("token_shares").count_moves(*map(memoryview, (*pairs, node_D, *scratch)), busiest)
+        return busiest.tolist()
+
+    @cached_property
     def busiest(self) -> BusiestLinks:
         """Pairs on the busiest links."""
-        got_D, far_got_D, sent_D, far_sent_D = (moved_ED.sum(axis=0) for moved_ED in self._moves)
-        far_N = [_over_nodes(far_D[None], self.topology) for far_D in (far_sent_D, far_got_D)]
-        return BusiestLinks(
-            near=float(max(sent_D.max(), got_D.max())),
-            far_of_device=float(max(far_sent_D.max(), far_got_D.max())),
-            far_of_node=float(max(far_N[0].max(), far_N[1].max())),
-            far_of_mean_node=self.cross_node_tokens / self.topology.num_nodes,
-        )
+        *most, between_nodes = self._on_links
+        return BusiestLinks(*most, between_nodes / self.topology.num_nodes)
 
     @property
     def cross_node_tokens(self) -> float:
         """Pairs that are sent to another node."""
-        return float(self._moves[3].sum(axis=0).sum())
+        return self._on_links[-1]
 
     def sent_ED(self, source: int) -> np.ndarray:
         """Pairs of one source by expert and receiving device, float64 ``[E, D]``."""
@@ -134,52 +139,37 @@ def plan_dispatch(
             f"the loads have shape {np.shape(counts_DE)} and the placement {placement.num_devices} devices: "
             f"wanted {wanted}, by source device of the topology and expert of the placement"
         )
-    counts = np.asarray(counts_DE)
-    experts = np.arange(placement.num_experts)
+    counts, experts = np.ascontiguousarray(counts_DE), np.arange(placement.num_experts)
+    total_E = counts.sum(axis=0)
+    tokens_ED = np.zeros((placement.num_experts, topology.num_devices))
     if not placement.num_replicas:
-        tokens_ED = np.zeros((placement.num_experts, topology.num_devices))
-        tokens_ED[experts, placement.owner_E] = counts.sum(axis=0)
+        tokens_ED[experts, placement.owner_E] = total_E
     elif policy == "owner":
-        tokens_ED = counts.T * placement.present_ED.astype(np.float64)
-        tokens_ED[experts, placement.owner_E] += counts.sum(axis=0) - tokens_ED.sum(axis=1)
+        np.multiply(counts.T, placement.present_ED, out=tokens_ED)
+        tokens_ED[experts, placement.owner_E] += total_E - tokens_ED.sum(axis=1)
     else:
-        tokens_ED = _even(counts, placement, topology)
+        node_D, _, first_N = topology.arrays
+        layer = (counts.astype(np.float64, copy=False), node_D, *placement.holder_lists)
+        scratch = np.empty((2, len(first_N) - 1))
+        kernel("token_shares").share_evenly(*map(memoryview, (*layer, scratch, tokens_ED)))
         if policy == "exact":
-            tokens_ED = _exact(counts, placement, topology, tokens_ED)
+            tokens_ED = _exact(tokens_ED, total_E.astype(np.float64), placement)
     return TokenDispatch(counts, tokens_ED, topology)
 
 
-def _even(counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> np.ndarray:
-    """Tokens by expert and device that go to the nearest holders in equal parts (Hecate §4.4)."""
-    present_ED = placement.present_ED
-    own_ED = counts_DE.T * present_ED
-    holders_EN = _over_nodes(present_ED.astype(np.float64), topology)
-    rest_EN = _over_nodes(counts_DE.T - own_ED, topology)
-    far_E = np.where(holders_EN == 0, rest_EN, 0.0).sum(axis=1) / holders_EN.sum(axis=1)
-    near_EN = np.where(holders_EN > 0, rest_EN, 0.0) / np.maximum(holders_EN, 1)
-    return np.asarray(own_ED + present_ED * (near_EN[:, topology.node_of_device_D] + far_E[:, None]))
-
-
-def _exact(
-    counts_DE: np.ndarray, placement: ExpertPlacement, topology: Topology, even_ED: np.ndarray
-) -> np.ndarray:
+def _exact(even_ED: np.ndarray, total_E: np.ndarray, placement: ExpertPlacement) -> np.ndarray:
     """Tokens by expert and device that level the loads of devices, or the even ones where that gains little.
 
+    A holder gets tokens in proportion to its prior, which is the even ones and a little, and to a weight of
+    its device. In each round, weights are divided by a power (:data:`EXPONENTS`) of what devices then have.
     For prices, this is what ``runtime/slots/remap/exact_shares.py`` computes on the device.
     """
-    present_ED, total_E = placement.present_ED, counts_DE.sum(axis=0).astype(np.float64)
-    prior_ED = even_ED + present_ED * ((total_E + 1) * ANY_HOLDER / present_ED.sum(axis=1))[:, None]
-    weight_D = np.ones(placement.num_devices)
-
-    def parts_ED(load_E: np.ndarray) -> np.ndarray:
-        """The prior as it is weighted now, with the sums of ``load_E``; without the weights of devices."""
-        return np.asarray(prior_ED * (load_E / (prior_ED * weight_D).sum(axis=1))[:, None])
-
-    mean_loads_E = total_E * (placement.num_devices / max(total_E.sum(), 1.0))
-    for exponent in EXPONENTS:
-        summed_D = parts_ED(mean_loads_E).sum(axis=0)
-        weight_D = weight_D * (weight_D * (LEAST_LOAD + summed_D)) ** -exponent
-    exact_ED = parts_ED(total_E) * weight_D
+    exact_ED, (first_E, holder_P) = even_ED.copy(), placement.holder_lists
+    layer = (first_E, holder_P, total_E, np.array(EXPONENTS))
+    scratch = (np.empty((2, placement.num_devices)), np.empty(len(holder_P)))
+    kernel("token_shares").share_exactly(
+        *map(memoryview, (*layer, *scratch, exact_ED)), any_holder=ANY_HOLDER, least_load=LEAST_LOAD
+    )
     return even_ED if exact_ED.sum(axis=0).max() * ENOUGH >= even_ED.sum(axis=0).max() else exact_ED
 
 

@@ -85,6 +85,13 @@ class ExpertPlacement:
         """Number of replicas on all devices together."""
         return int(np.count_nonzero(self.present_ED)) - self.num_experts
 
+    @cached_property
+    def holder_lists(self) -> tuple[np.ndarray, np.ndarray]:
+        """For kernels: where the holders of each expert begin, and the end; the holders, by expert."""
+        num_E = self.present_ED.view(np.uint8).sum(axis=1, dtype=np.int64)
+        first_E, holder_P = [0, *np.cumsum(num_E)], np.nonzero(self.present_ED)[1]
+        return frozen_array(first_E, np.int64), frozen_array(holder_P, np.int64)
+
     def holders(self, expert: int) -> tuple[int, ...]:
         """The devices on which an expert is present (owner and replicas), ascending."""
         return tuple(np.flatnonzero(self.present_ED[expert]).tolist())

@@ -6,9 +6,11 @@ Shape letters: D devices, E experts, L MoE layers.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.owner_moves import ReshardClock, paying_owners
@@ -19,7 +21,7 @@ from megatron_fssdp.planning.search import LEAST_SAVING, plan_materialization
 from megatron_fssdp.strategies.fssdp.exact_plans import corrected, of_micro_batch
 from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings, PlanSource
 from megatron_fssdp.strategies.fssdp.heterogeneous_sharding import heterogeneous_sharding
-from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches
+from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches, SearchResult
 from megatron_fssdp.strategies.fssdp.plan_source import MOST_PRICED, SourceChoice
 from megatron_fssdp.strategies.fssdp.sparse_materialization import (
     calibration_candidates,
@@ -39,6 +41,25 @@ WINDOW = 5
 """Length of the sliding window of loads, in iterations (Hecate §4.2, w)."""
 
 
+class _Policy(NamedTuple):
+    """How tokens are shared out under a placement, searched ``since`` when, by the counts that were priced."""
+
+    placement: ExpertPlacement
+    since: int
+    counts: list[np.ndarray]
+    policy: DispatchPolicy
+
+
+class _Resharded(NamedTuple):
+    """What Alg. 2 made last of owners and loads, and modelled seconds by layer and bytes of owners."""
+
+    owners: OwnerMap
+    profile: LayerProfile | None
+    load_LE: np.ndarray
+    new: OwnerMap
+    seconds: dict[tuple[int, bytes], float]
+
+
 class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings]):
     """``fssdp``: makes a new placement in each iteration, from the mean of the last :data:`WINDOW` loads."""
 
@@ -51,7 +72,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         self._searches = KeptSearches(self.slots_by_life, settings.overlap)
         self._made: dict[int, tuple[LayerContext, LayerPlan, float]] = {}
         """Each layer's last plan, which serves as long as its context, placement and number of pairs do."""
-        self._policies: dict[int, tuple[ExpertPlacement, DispatchPolicy]] = {}
+        self._policies: dict[int, _Policy] = {}
+        self._resharded: _Resharded | None = None
         self._sources: dict[int, SourceChoice] = {}
         self._clock = ReshardClock(WINDOW, settings.reshard_interval)
         self._goes_by_seconds = settings.overlap_degree is None and not self._is_hecate
@@ -128,19 +150,17 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         result = self._searches.of(context, history.forecast_DE(), history.num_seen)
         in_pass = result.life is ReplicaLife.LAYER_PASS
         num_pairs = float(history.mean_E().sum())
-        made = self._made.get(context.layer)
+        made, policy = self._made.get(context.layer), self._policy(result, context, history)
         if (
             made is not None
             and made[0] is context
             and made[1].placement is result.placement
-            and (made[2], made[1].rematerialize) == (num_pairs, in_pass)
+            and (made[1].rematerialize, made[1].dispatch_policy, made[2]) == (in_pass, policy, num_pairs)
         ):
             return made[1]
-        plan = self.plan_of(result.placement, context, rematerialize=in_pass)
-        if plan.placement.num_replicas:
-            plan = replace(plan, dispatch_policy=self._policy(plan, context, history))
-            if self.splits and not in_pass:
-                plan = replace(plan, early=early_share(plan.transfer, num_pairs, context))
+        plan = self.plan_of(result.placement, context, rematerialize=in_pass, dispatch_policy=policy)
+        if plan.placement.num_replicas and self.splits and not in_pass:
+            plan = replace(plan, early=early_share(plan.transfer, num_pairs, context))
         self._made[context.layer] = context, plan, num_pairs
         return plan
 
@@ -199,22 +219,27 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         rematerialize = bool(in_pass) or self._is_unmeasured(context)
         return self.plan_of(placement, context, rematerialize=rematerialize)
 
-    def _policy(self, plan: LayerPlan, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
-        """Whether the device shares tokens out evenly or by exact counts (ours), once for each placement.
+    def _policy(self, result: SearchResult, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
+        """Whether the device shares tokens out evenly or by exact counts (ours), once for each search.
 
         Exact dispatch makes device loads even in every micro-batch, but takes another gather of counts and
         the time to compute shares. The price underestimates that all ranks wait for each other once more, so
         exact dispatch must save :data:`LEAST_SAVING` of the modelled seconds. What counts is the mean of
         single micro-batches of the last iteration, because their sum hides how loads drift.
         """
+        placement, known = result.placement, self._policies.get(context.layer)
         # Tokens that are sent once are priced as if they were divided evenly.
-        if context.shares_evenly or context.costs.sent_choices is not None or history.is_empty:
+        is_told = context.shares_evenly or context.costs.sent_choices is not None
+        if is_told or history.is_empty or not placement.num_replicas:
             return "even"
-        known = self._policies.get(context.layer)
-        if known is None or known[0] is not plan.placement:
-            counts = history.iterations_like(MOST_PRICED)
-            known = self._policies[context.layer] = plan.placement, _cheaper_policy(plan, counts, context)
-        return known[1]
+        if known is not None and known.placement is placement and known.since == result.since:
+            return known.policy
+        counts = history.iterations_like(MOST_PRICED)
+        if known is None or known.placement is not placement or not np.array_equal(known.counts, counts):
+            plan = self.plan_of(placement, context, rematerialize=result.life is ReplicaLife.LAYER_PASS)
+            known = _Policy(placement, result.since, counts, _cheaper_policy(plan, counts, context))
+        self._policies[context.layer] = known._replace(since=result.since)
+        return known.policy
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether owners are reconsidered now: by the clock if seconds decide, otherwise at the interval."""
@@ -232,8 +257,17 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         if not load_LE.any():
             return owners
         profile, topology = contexts[0].profile, contexts[0].topology
-        degree = min(self.overlap_degree(context) for context in contexts)
-        new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=degree)
+        known = self._resharded
+        if (
+            known is None
+            or known.owners is not owners
+            or known.profile is not profile
+            or not np.array_equal(known.load_LE, load_LE)
+        ):
+            degree = min(self.overlap_degree(context) for context in contexts)
+            new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=degree)
+            known = self._resharded = _Resharded(owners, profile, load_LE, new, {})
+        new, seconds = known.new, known.seconds
         if not self._goes_by_seconds:
             return new
         if profile is None:  # Costs will be measured soon.
@@ -243,7 +277,10 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         def layer_s(layer: int, owner_E: np.ndarray) -> float:
             since_jump = contexts[layer].num_since_jump
             share = 1.0 if since_jump is None else min(1.0, since_jump / lasting)
-            return share * self._seconds(contexts[layer], owner_E, load_LE[layer])
+            key = layer, owner_E.tobytes()
+            if key not in seconds:
+                seconds[key] = self._seconds(contexts[layer], owner_E, load_LE[layer])
+            return share * seconds[key]
 
         paying = paying_owners(
             owners,

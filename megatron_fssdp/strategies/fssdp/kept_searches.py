@@ -4,7 +4,6 @@ Shape letters: D devices, E experts.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +24,13 @@ Slow changes of the loads can make a much better placement possible without maki
 class SearchResult(NamedTuple):
     """A layer's placement, used last after ``number`` iterations, and what its search promised.
 
-    Its replicas have the given life. ``planned_s`` and ``plain_s`` are the layer's modelled seconds with and
-    without them. It was last compared with ``load_DE``.
+    It was searched after ``since`` iterations. Its replicas have the given life. ``planned_s`` and
+    ``plain_s`` are the layer's modelled seconds with and without them. It was last compared with ``load_DE``.
     """
 
     placement: ExpertPlacement
     life: ReplicaLife
+    since: int
     number: int
     planned_s: float
     plain_s: float
@@ -67,7 +67,7 @@ class KeptSearches:
             kept is not None
             and kept.profile is context.profile
             and (number + context.layer) % RENEWAL
-            and (np.array_equal(load_DE, kept.load_DE) or self._holds(kept, context, load_DE))
+            and (_is_equal(load_DE, kept.load_DE) or self._holds(kept, context, load_DE))
         ):
             result = kept._replace(number=number, load_DE=load_DE)
         else:
@@ -92,7 +92,8 @@ class KeptSearches:
                 slots=slots, most_replicated=context.num_experts, start=start
             )
             if best is None or seconds < (1 - LEAST_SAVING) * best.planned_s:
-                best = SearchResult(placement, life, number, seconds, search.plain_s, context.costs, load_DE)
+                of_loads = (seconds, search.plain_s, context.costs, load_DE)
+                best = SearchResult(placement, life, number, number, *of_loads)
             if placement.replicas_per_device_D.max() < slots:
                 break
         assert best is not None
@@ -104,9 +105,8 @@ class KeptSearches:
         """A new search from a seed, unless it would repeat the last one."""
         if (last := self._searches.get(context.layer)) is not None:
             of_context, seed, result = last
-            if of_context is context and _same_seed(seed, kept) and np.array_equal(result.load_DE, load_DE):
-                # The placement is another object all the same, because its dispatch policy is decided anew.
-                return result._replace(placement=replace(result.placement), number=number)
+            if of_context is context and _same_seed(seed, kept) and _is_equal(result.load_DE, load_DE):
+                return result._replace(since=number, number=number)
         result = self.searched(context, load_DE, number, kept)
         self._searches[context.layer] = context, kept, result
         return result
@@ -123,6 +123,10 @@ class KeptSearches:
         return layer_search(
             *(context.owner_E, load_DE, context.topology, context.costs), life=life, hides=self._hides
         )
+
+
+def _is_equal(load_DE: np.ndarray, other_DE: np.ndarray) -> bool:
+    return load_DE is other_DE or np.array_equal(load_DE, other_DE)
 
 
 def _same_seed(before: SearchResult | None, now: SearchResult | None) -> bool:

@@ -46,11 +46,15 @@ MOST_COMPARED = 0.01
 
 
 class _Planned(NamedTuple):
-    """What the past planned for the iteration after the first ``number`` ones."""
+    """What the past planned for the iteration after the first ``number`` ones, by which forecast.
+
+    It is the same as for ``num_same`` iterations before, whose counts were the same as well.
+    """
 
     number: int
     plan: LayerPlan
-    forecast_E: np.ndarray
+    forecast_DE: np.ndarray
+    num_same: int = 0
 
 
 class SourceChoice:
@@ -74,9 +78,13 @@ class SourceChoice:
         ``slots`` are the most replicas on a device with plans of a source, 0 if it is impossible.
         """
         known, number = self._planned, history.num_seen
-        self._planned = _Planned(number, past, history.forecast_DE().sum(axis=0))
-        row = None
-        if known is not None and known.number == number - 1 and _same_owners(known.plan, context):
+        num_same, row, follows = 0, None, known is not None and known.number == number - 1
+        if known is not None and follows and known.plan is past and history.repeats:
+            num_same = known.num_same + 1
+        self._planned = _Planned(number, past, history.forecast_DE(), num_same)
+        if num_same > WINDOW:  # All compared iterations are alike.
+            return SOURCES[self._chosen]
+        if known is not None and follows and _same_owners(known.plan, context):
             before_s = self._saved[-1][0] if self._saved else None
             row = _saved_s(known, history, context, slots, before_s)
         if row is not None:
@@ -111,11 +119,11 @@ def _saved_s(
     ``None`` if the layer is not compared after this iteration. Where counts are as forecast, the seconds are
     those of the iteration before.
     """
-    past, times = known.plan, context.costs.num_micro_batches
+    past, times, forecast_E = known.plan, context.costs.num_micro_batches, known.forecast_DE.sum(axis=0)
     counts = history.iterations_like(MOST_PRICED)
     wait_s = counting_s(context) + search_s(context)
     saved_S = np.array([0.0, -wait_s, -times * wait_s])
-    alike = (load_similarity(counts_DE.sum(axis=0), known.forecast_E) for counts_DE in counts)
+    alike = (load_similarity(counts_DE.sum(axis=0), forecast_E) for counts_DE in counts)
     if all(similarity is None or similarity >= ALIKE for similarity in alike):
         return before_s or even_s(context, counts[0]), saved_S
     past_s = _mean_s([past] * len(counts), counts, context)
