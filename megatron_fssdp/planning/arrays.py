@@ -1,5 +1,6 @@
 """Arrays of plans, which are read-only, and a check of the counts that planners are given."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ def frozen_array(values: ArrayLike, dtype: Any) -> np.ndarray:
 
 
 def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) -> np.ndarray:
-    """The (token, k) pairs ``[D, E]`` as read-only int64; a ValueError if they are negative, or no integers."""
+    """The (token, k) pairs ``[D, E]`` as read-only int64; a ValueError if they are below 0 or no integers."""
     counts = np.asarray(counts_DE)
     if counts.shape != (num_devices, num_experts) or counts.dtype.kind not in "iu":
         raise ValueError(
@@ -31,6 +32,11 @@ def checked_counts(counts_DE: np.ndarray, num_devices: int, num_experts: int) ->
             f"counts_DE[{source}, {expert}] is {counts[source, expert]}: wanted 0 or more tokens"
         )
     return frozen_array(counts, np.int64)
+
+
+def views(*arrays: np.ndarray) -> Iterator[memoryview]:
+    """The arrays for the kernels."""
+    return (memoryview(array) for array in arrays)
 
 
 def zero_ints(size: int) -> memoryview:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fssdp.planning.arrays import checked_counts
+from megatron_fssdp.planning.arrays import checked_counts, frozen_array
 
 JUMP = 0.2
 """Share of the load that must have moved to other experts before this counts as a jump."""
@@ -36,6 +36,7 @@ class LoadHistory:
         self._sum_DE = np.zeros((num_devices, num_experts), dtype=np.int64)
         self._micro_batches: Sequence[Callable[[], np.ndarray]] = ()
         self._forecast_DE: np.ndarray | None = None  # of the next iteration, once it was asked for
+        self._mean_E: np.ndarray | None = None
         self._num_repeats = 0  # iterations, one after the other, with the array of the one before
         self._excerpts: dict[int, LoadHistory] = {}  # by window, of now
 
@@ -69,7 +70,7 @@ class LoadHistory:
         self._sum_DE += kept - (self._latest[0] if len(self._latest) == self.window else 0)
         self._latest.append(kept)
         self._loads.append(load_E)
-        self._excerpts, self._forecast_DE = {}, None
+        self._excerpts, self._forecast_DE, self._mean_E = {}, None, None
 
     @property
     def repeats(self) -> bool:
@@ -157,7 +158,9 @@ class LoadHistory:
 
     def mean_E(self) -> np.ndarray:
         """Mean load of every expert over the window, float64 ``[E]``."""
-        return self._sum_DE.sum(axis=0) / max(len(self), 1)
+        if self._mean_E is None:
+            self._mean_E = frozen_array(self._sum_DE.sum(axis=0) / max(len(self), 1), np.float64)
+        return self._mean_E
 
     def total_DE(self) -> np.ndarray:
         """Sum of the counts over the window, int64 ``[D, E]``."""

@@ -56,9 +56,14 @@ class LayerSearch(CostedLayer):
         return float(layer.start_s)
 
     @cached_property
+    def plain(self) -> ExpertPlacement:
+        """The placement without replicas."""
+        return ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices)
+
+    @cached_property
     def plain_s(self) -> float:
         """Seconds of the layer without replicas."""
-        return self.seconds(ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices))
+        return self.seconds(self.plain)
 
     def best_placement(
         self, *, slots: int, most_replicated: int, start: ExpertPlacement | None = None
@@ -69,7 +74,7 @@ class LayerSearch(CostedLayer):
         if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed, or a ValueError beyond
         these limits.
         """
-        plain = ExpertPlacement.owners_only(self.owner_E, self.topology.num_devices)
+        plain = self.plain
         if not slots or not most_replicated or not self.load_DE.any():
             return plain, self.plain_s
         # The kernel would write beyond its arrays.
@@ -84,6 +89,7 @@ class LayerSearch(CostedLayer):
             most_replicated,
             PRICES_PER_SIZE * sum(self.load_DE.shape),
         )
+        self.__dict__["plain_s"] = plain_s  # of which a search knows the price
         if found_s > (1 - LEAST_SAVING) * plain_s:
             return plain, plain_s
         return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_)), found_s

@@ -126,9 +126,7 @@ class LayerPrices:
     steps: SteppedExchange | None = None
     host: HostWork = field(default_factory=HostWork)
     plans_s: float = 0.0
-    _known: dict[tuple[int, int], tuple[LayerDecision, dict[str, Any], LayerRecord]] = field(
-        default_factory=dict
-    )
+    _known: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
 
     def iteration(self, decided: ReplayedIteration) -> IterationRecord:
         """The record of one iteration."""
@@ -198,8 +196,8 @@ class LayerPrices:
 
         The host's work for the whole iteration belongs to its first micro-batch.
         """
-        planned, plan, _ = decision
-        job, topology, life, once, placement = self.job, self.topology, plan.life, int(is_first), plan.placement
+        (planned, plan, _), job, topology, once = decision, self.job, self.topology, int(is_first)
+        life, placement = plan.life, plan.placement
         gather = replicas = transfer_traffic(planned.transfer, topology)
         addition = NO_TRANSFER
         if plan is not planned:

@@ -201,8 +201,7 @@ def job_of_run(run: RunConfig, stage: StageLayers | None = None) -> MoeJob:
         on_cuda=training.device != "cpu",
         host=MEASURED,
         choices=TokenChoices(
-            model.moe_router_topk,
-            is_fused=run.megatron_values().get("moe_token_dispatcher_type") == "flex",
+            model.moe_router_topk, is_fused=run.megatron_values().get("moe_token_dispatcher_type") == "flex"
         ),
     )
 

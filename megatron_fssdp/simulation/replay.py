@@ -134,16 +134,14 @@ def replay_strategy(
             plan = planned = plan_before_gate(strategy, context, history)
             for number, layers in enumerate(micro_batches):
                 # Equal counts stay one array, so that what follows from them is found again by it.
-                if is_same_ZL[number, layer]:
-                    counts_DE = before_Z[number][layer].counts_DE
-                else:
-                    counts_DE = frozen_array(counts_ZLDE[number, layer], np.int64)
+                known_DE = before_Z[number][layer].counts_DE if is_same_ZL[number, layer] else None
+                new_DE = counts_ZLDE[number, layer]
+                counts_DE = frozen_array(new_DE, np.int64) if known_DE is None else known_DE
                 # The first micro-batch corrects a plan for the iteration.
                 if planned.each_micro_batch or number == 0:
                     served = times if planned.each_micro_batch else num_micro_batches
-                    if planned.each_micro_batch or planned.corrects:
-                        one_DE = counts_DE if times == 1 else counts_DE // times
-                        plan = plan_after_gate(strategy, context, one_DE, planned, served)
+                    one_DE = counts_DE if times == 1 else counts_DE // times
+                    plan = plan_after_gate(strategy, context, one_DE, planned, served)
                     if on_plan is not None:
                         on_plan(iteration, layer, plan)
                 layers.append(LayerDecision(planned, plan, counts_DE))

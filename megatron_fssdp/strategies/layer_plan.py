@@ -15,12 +15,7 @@ from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import (
-    LayerPrice,
-    layer_costs,
-    moving_seconds,
-    transfer_times,
-)
+from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, layer_costs, moving_seconds, transfer_times
 from megatron_fssdp.planning.cost.link_seconds import NO_TRANSFER, gather_counts_s, transfer_traffic
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.dispatch.whole_tokens import WholeTokens, tokens_to_owners, whole_tokens

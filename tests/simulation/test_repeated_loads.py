@@ -35,7 +35,9 @@ def test_results_are_those_of_computing_everything_anew(name: str, monkeypatch: 
         ),
     )
     monkeypatch.setattr(kept_searches, "_same_seed", lambda *_: False)
-    monkeypatch.setattr(replay, "_repeated_ZL", lambda counts_IZLDE, _: np.zeros(counts_IZLDE.shape[1:3], int))
+    monkeypatch.setattr(
+        replay, "_repeated_ZL", lambda counts_IZLDE, _: np.zeros(counts_IZLDE.shape[1:3], int)
+    )
     anew = outcome_of(name, counts_ILDE)
     for part, seconds_I in kept.parts_s.items():
         assert seconds_I.tolist() == anew.parts_s[part].tolist()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +16,7 @@ LEAST_BETA_S_PER_BYTE = 1e-13
 """Lower limit of a fitted cost, 10 TB/s. Without it, a fit to noise could give a link that costs nothing."""
 
 
-@dataclass(frozen=True)
-class LinkCost:
+class LinkCost(NamedTuple):
     """Seconds of one transfer over a link: ``alpha + beta * bytes`` (Parm, §V, Eq. 12)."""
 
     alpha_s: float

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, CollectiveName, LinkDescription
+from megatron_fssdp.planning.arrays import views
+from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, FREE, ClusterCost, LinkCost
 from megatron_fssdp.planning.dispatch.token_dispatch import BusiestLinks
 from megatron_fssdp.planning.placement.topology import GroupRing, Topology, kept_on
@@ -48,32 +50,25 @@ def transfer_traffic(plan: TransferPlan, topology: Topology) -> TransferTraffic:
     """Traffic of a transfer plan."""
     if not len(plan.table):
         return NO_TRANSFER
-    expert_P, source_P, device_P, depth_P = plan.table.T
-    node_D, num_hops = topology.node_of_device_D, plan.max_depth + 1
-    is_far_P = node_D[source_P] != node_D[device_P]
-    # Hops between nodes on the path to each holder; of all hops there are as many as the depth says.
-    far_ED = np.zeros((int(expert_P.max()) + 1, plan.num_devices), np.int64)
-    for depth in range(num_hops):
-        at = depth_P == depth
-        far_ED[expert_P[at], device_P[at]] = far_ED[expert_P[at], source_P[at]] + is_far_P[at]
-    # Hops between nodes take longer than those inside, so they count first.
-    far, hops = max(zip(far_ED[expert_P, source_P].tolist(), depth_P.tolist(), strict=True))
-    busiest = moves_traffic(source_P, device_P, topology)
-    return TransferTraffic(busiest, (hops - far, far), num_hops, len(plan.table), int(is_far_P.sum()))
+    busiest, num_far, far_hops, hops = _counted(plan.table, topology)
+    return TransferTraffic(busiest, (hops - far_hops, far_hops), plan.max_depth + 1, len(plan.table), num_far)
 
 
 def moves_traffic(source_P: np.ndarray, device_P: np.ndarray, topology: Topology) -> BusiestLinks:
-    """Units on the busiest links, if one travels from each source to its device, ``[P]``."""
-    node_D = topology.node_of_device_D
-    is_far_P = node_D[source_P] != node_D[device_P]
+    """Units on the busiest links, if one travels from each source to its device, int64 ``[P]``."""
+    none_P = np.zeros_like(source_P)
+    return _counted(np.stack([none_P, source_P, device_P, none_P], axis=1), topology)[0]
 
-    def most(counted_P: np.ndarray, of_node: bool = False) -> int:
-        sides = (node_D[side_P] if of_node else side_P for side_P in (source_P, device_P))
-        return max(int(np.bincount(side_P[counted_P], minlength=1).max()) for side_P in sides)
 
-    near_P = ~is_far_P & (source_P != device_P)
-    far_of_mean_node = int(is_far_P.sum()) / topology.num_nodes
-    return BusiestLinks(most(near_P), most(is_far_P), most(is_far_P, of_node=True), far_of_mean_node)
+def _counted(table: np.ndarray, topology: Topology) -> tuple[BusiestLinks, int, int, int]:
+    """What the kernel ``count_edges`` finds in a table of edges."""
+    (node_D, _, first_N), found = topology.arrays, np.zeros(6, np.int64)
+    hops_ED = np.zeros((int(table[:, 0].max(initial=0)) + 1, len(node_D)), np.int64)
+    sides = (np.zeros((4, num), np.int64) for num in (len(node_D), len(first_N) - 1))
+    kernel("transfer_trees").count_edges(*views(table, node_D, hops_ED, *sides, found))
+    near, of_device, of_node, num_far, far_hops, hops = found.tolist()
+    busiest = BusiestLinks(near, of_device, of_node, num_far / topology.num_nodes)
+    return busiest, num_far, far_hops, hops
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +95,7 @@ class LinkTimes:
         return self.far_s >= self.near_s
 
 
-@dataclass(frozen=True)
-class LinkSet:
+class LinkSet(NamedTuple):
     """Costs of one collective: of a device's link inside its node, and of all NICs of a node together.
 
     Also of the NICs when one device sends alone (``far_of_device``), and when all nodes send and receive the

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_fssdp.planning.arrays import zero_reals
+from megatron_fssdp.planning.arrays import views
 from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -75,9 +75,7 @@ class TokenDispatch:
     def _moves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Pairs that a device gets from its node and from other nodes, and sends there; each ``[E, D]``."""
         wanted_ED, leaving_ED = self.tokens_ED - self._own_ED, np.asarray(self.counts_DE).T - self._own_ED
-        wanted_EN, leaving_EN = (
-            _over_nodes(moving_ED, self.topology) for moving_ED in (wanted_ED, leaving_ED)
-        )
+        wanted_EN, leaving_EN = (self.topology.sum_over_nodes(of_ED.T).T for of_ED in (wanted_ED, leaving_ED))
         near_EN, node_D = np.minimum(wanted_EN, leaving_EN), self.topology.node_of_device_D
         got, sent = ((near_EN / np.maximum(all_EN, 1e-300))[:, node_D] for all_EN in (wanted_EN, leaving_EN))
         return wanted_ED * got, wanted_ED * (1 - got), leaving_ED * sent, leaving_ED * (1 - sent)
@@ -101,17 +99,17 @@ class TokenDispatch:
     @cached_property
     def _on_links(self) -> list[float]:
         """Pairs on the busiest link inside a node, of a device and of a node between nodes; all of these."""
-        busiest, (node_D, _, first_N) = zero_reals(4), self.topology.arrays
+        busiest, (node_D, _, first_N) = np.zeros(4), self.topology.arrays
         pairs = (np.ascontiguousarray(of_all, np.float64) for of_all in (self.counts_DE, self.tokens_ED))
         scratch = (np.empty((2, len(first_N) - 1)), np.zeros((4, len(node_D))))
-        kernel("token_shares").count_moves(*map(memoryview, (*pairs, node_D, *scratch)), busiest)
-        return busiest.tolist()
+        kernel("token_shares").count_moves(*views(*pairs, node_D, *scratch, busiest))
+        return list(busiest.tolist())
 
     @cached_property
     def busiest(self) -> BusiestLinks:
         """Pairs on the busiest links."""
-        *most, between_nodes = self._on_links
-        return BusiestLinks(*most, between_nodes / self.topology.num_nodes)
+        near, of_device, of_node, between_nodes = self._on_links
+        return BusiestLinks(near, of_device, of_node, between_nodes / self.topology.num_nodes)
 
     @property
     def cross_node_tokens(self) -> float:
@@ -151,7 +149,7 @@ def plan_dispatch(
         node_D, _, first_N = topology.arrays
         layer = (counts.astype(np.float64, copy=False), node_D, *placement.holder_lists)
         scratch = np.empty((2, len(first_N) - 1))
-        kernel("token_shares").share_evenly(*map(memoryview, (*layer, scratch, tokens_ED)))
+        kernel("token_shares").share_evenly(*views(*layer, scratch, tokens_ED))
         if policy == "exact":
             tokens_ED = _exact(tokens_ED, total_E.astype(np.float64), placement)
     return TokenDispatch(counts, tokens_ED, topology)
@@ -168,11 +166,6 @@ def _exact(even_ED: np.ndarray, total_E: np.ndarray, placement: ExpertPlacement)
     layer = (first_E, holder_P, total_E, np.array(EXPONENTS))
     scratch = (np.empty((2, placement.num_devices)), np.empty(len(holder_P)))
     kernel("token_shares").share_exactly(
-        *map(memoryview, (*layer, *scratch, exact_ED)), any_holder=ANY_HOLDER, least_load=LEAST_LOAD
+        *views(*layer, *scratch, exact_ED), any_holder=ANY_HOLDER, least_load=LEAST_LOAD
     )
     return even_ED if exact_ED.sum(axis=0).max() * ENOUGH >= even_ED.sum(axis=0).max() else exact_ED
-
-
-def _over_nodes(values_ED: np.ndarray, topology: Topology) -> np.ndarray:
-    """Sums over the devices of each node, ``[E, N]``."""
-    return topology.sum_over_nodes(values_ED.T).T

@@ -8,9 +8,9 @@ compiler may not contract ``a * b + c``: all ranks, in both forms, must find the
 
 ::
 
-    TransferTrees <- LayerTraffic <- PricedLayer <- PlacementDescent <- PlacementSearch
-                          |
-                     PriceFormula
+    TransferTrees <- PricedLayer <- PlacementDescent <- PlacementSearch
+                           |
+                      PriceFormula
 
 Shape letters: D devices, E experts, N nodes, P pairs of expert and device.
 """

@@ -83,3 +83,39 @@ class TransferTrees:
                         row += 1
                 leader = self.line_D[0]
                 hops += 1
+
+
+def count_edges(
+    table: memoryview,
+    node_D: memoryview,
+    hops_ED: memoryview,
+    of_device: memoryview,
+    of_node: memoryview,
+    found: memoryview,
+) -> None:
+    """Write what the edges of a transfer do to ``found``; a row comes after the edge to its source.
+
+    That is, the most experts on a link inside a node, of a device and of a node between nodes; all experts
+    between nodes; and the hops between nodes, and all hops, before the last one of the path with the most of
+    them. The other arrays are 0: hops between nodes to each device, ``[E, D]``, and experts that it sends and
+    gets in its node and between nodes, ``[4, D]``, of which nodes have the latter, ``[4, N]``.
+    """
+    for row in range(table.shape[0]):
+        expert, source, device, hops = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
+        far_hops = hops_ED[expert, source]
+        if far_hops > found[4] or (far_hops == found[4] and hops > found[5]):
+            found[4], found[5] = far_hops, hops
+        is_far = 1 if node_D[source] != node_D[device] else 0
+        hops_ED[expert, device] = far_hops + is_far
+        found[3] += is_far
+        if source != device:
+            of_device[2 * is_far, source] += 1
+            of_device[2 * is_far + 1, device] += 1
+            of_node[2 * is_far, node_D[source]] += 1
+            of_node[2 * is_far + 1, node_D[device]] += 1
+    for side in range(2):
+        for device in range(of_device.shape[1]):
+            found[0] = max(found[0], of_device[side, device])
+            found[1] = max(found[1], of_device[2 + side, device])
+        for node in range(of_node.shape[1]):
+            found[2] = max(found[2], of_node[2 + side, node])

@@ -5,13 +5,8 @@ Shape letters: D devices, E experts.
 
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.strategies.layer_plan import (
-    LayerContext,
-    LayerPlan,
-)
-from megatron_fssdp.strategies.strategy import (
-    Strategy,
-)
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import Strategy
 
 
 class EpStrategy[Settings: PlacementSettings](Strategy[Settings]):

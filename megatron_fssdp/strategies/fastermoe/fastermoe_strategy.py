@@ -8,13 +8,8 @@ import numpy as np
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.strategies.fastermoe.fastermoe_settings import FastermoeSettings
 from megatron_fssdp.strategies.fastermoe.shadow_selection import ShadowingCosts, select_shadows
-from megatron_fssdp.strategies.layer_plan import (
-    LayerContext,
-    LayerPlan,
-)
-from megatron_fssdp.strategies.strategy import (
-    ReplicasAfterGate,
-)
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.strategy import ReplicasAfterGate
 
 
 class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):

@@ -42,7 +42,7 @@ WINDOW = 5
 
 
 class _Policy(NamedTuple):
-    """How tokens are shared out under a placement, searched ``since`` when, by the counts that were priced."""
+    """How tokens are shared out under a placement of a search (``since``), by the counts that were priced."""
 
     placement: ExpertPlacement
     since: int

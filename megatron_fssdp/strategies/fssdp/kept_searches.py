@@ -115,6 +115,8 @@ class KeptSearches:
         """Whether a placement still costs what its search promised."""
         search = self._search(context, load_DE, kept.life)
         seconds = search.seconds(kept.placement)
+        if seconds - kept.planned_s > LEAST_SAVING * seconds:
+            return False
         # Loads that cost less lower the promise in proportion.
         promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
         return seconds - promised_s <= LEAST_SAVING * seconds

@@ -67,11 +67,7 @@ class SourceChoice:
         self._chosen = 0
 
     def of(
-        self,
-        context: LayerContext,
-        history: LoadHistory,
-        past: LayerPlan,
-        slots: Callable[[PlanSource], int],
+        self, context: LayerContext, history: LoadHistory, past: LayerPlan, slots: Callable[[PlanSource], int]
     ) -> PlanSource:
         """The source for the coming iteration, for which ``past`` is the plan of earlier loads.
 

@@ -10,17 +10,10 @@ import numpy as np
 from megatron_fssdp.planning.arrays import doubling
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.strategies.layer_plan import (
-    LayerContext,
-    LayerPlan,
-    early_share,
-    fastest,
-)
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, early_share, fastest
 from megatron_fssdp.strategies.prophet.prophet_planner import ProphetModel, greedy_placements
 from megatron_fssdp.strategies.prophet.prophet_settings import ProphetSettings
-from megatron_fssdp.strategies.strategy import (
-    MeasuredReplicas,
-)
+from megatron_fssdp.strategies.strategy import MeasuredReplicas
 
 PROPHET_BALANCE = 0.5
 """Largest accepted difference of device loads, in units of the mean load of an expert (Eq. 7, alpha)."""
