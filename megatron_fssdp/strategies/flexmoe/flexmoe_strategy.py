@@ -4,6 +4,7 @@ Shape letters: D devices, E experts.
 """
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,8 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
         self.window, self.profile_iterations = settings.window, profile_iterations()
         self.overlaps, self.resident_slots = settings.overlap, settings.slots
         self._plans = LastPlans()
+        self._settled: dict[int, tuple[Any, ...]] = {}
+        """Layers whose placement no step improved, with the costs and loads for which they were asked."""
 
     def slots(self, context: LayerContext) -> int:
         """Largest number of replicas of a layer on a device."""
@@ -47,6 +50,9 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
         present = context.placement
         if context.profile is None or not load_DE.any():
             return present
+        placement, profile, settled_DE = self._settled.get(context.layer, (None, None, None))
+        if placement is present and profile is context.profile and np.array_equal(settled_DE, load_DE):
+            return present
         counts_DE = np.rint(load_DE).astype(np.int64)
 
         @cache
@@ -57,12 +63,15 @@ class FlexmoeStrategy(ResidentReplicas[FlexmoeSettings]):
             saved_s = layer_s(before) - layer_s(after)
             return self.settings.placement_interval * saved_s - self.moving_s(context, before, after)
 
-        return next_resident_placement(
+        found = next_resident_placement(
             *(present, counts_DE, context.topology, saving_s),
             slots=self.settings.slots,
             threshold=FLEXMOE_THRESHOLD,
             most_steps=FLEXMOE_STEPS,
         )
+        if found is present:
+            self._settled[context.layer] = present, context.profile, load_DE
+        return found
 
     def moving_s(self, context: LayerContext, before: ExpertPlacement, after: ExpertPlacement) -> float:
         """Seconds in which owners send experts with their states to new replicas."""
