@@ -21,7 +21,7 @@ from megatron_fssdp.planning.search import LEAST_SAVING, plan_materialization
 from megatron_fssdp.strategies.fssdp.exact_plans import corrected, of_micro_batch
 from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings, PlanSource
 from megatron_fssdp.strategies.fssdp.heterogeneous_sharding import heterogeneous_sharding
-from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches, SearchResult
+from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches
 from megatron_fssdp.strategies.fssdp.plan_source import MOST_PRICED, SourceChoice
 from megatron_fssdp.strategies.fssdp.sparse_materialization import (
     calibration_candidates,
@@ -150,7 +150,10 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         result = self._searches.of(context, history.forecast_DE(), history.num_seen)
         in_pass = result.life is ReplicaLife.LAYER_PASS
         num_pairs = float(history.mean_E().sum())
-        made, policy = self._made.get(context.layer), self._policy(result, context, history)
+        plan = self.plan_of(result.placement, context, rematerialize=in_pass)
+        if plan.placement.num_replicas:
+            plan = replace(plan, dispatch_policy=self._policy(plan, context, history, result.since))
+        made, policy = self._made.get(context.layer), plan.dispatch_policy
         if (
             made is not None
             and made[0] is context
@@ -158,7 +161,6 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             and (made[1].rematerialize, made[1].dispatch_policy, made[2]) == (in_pass, policy, num_pairs)
         ):
             return made[1]
-        plan = self.plan_of(result.placement, context, rematerialize=in_pass, dispatch_policy=policy)
         if plan.placement.num_replicas and self.splits and not in_pass:
             plan = replace(plan, early=early_share(plan.transfer, num_pairs, context))
         self._made[context.layer] = context, plan, num_pairs
@@ -219,7 +221,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         rematerialize = bool(in_pass) or self._is_unmeasured(context)
         return self.plan_of(placement, context, rematerialize=rematerialize)
 
-    def _policy(self, result: SearchResult, context: LayerContext, history: LoadHistory) -> DispatchPolicy:
+    def _policy(
+        self, plan: LayerPlan, context: LayerContext, history: LoadHistory, since: int = 0
+    ) -> DispatchPolicy:
         """Whether the device shares tokens out evenly or by exact counts (ours), once for each search.
 
         Exact dispatch makes device loads even in every micro-batch, but takes another gather of counts and
@@ -227,18 +231,16 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         exact dispatch must save :data:`LEAST_SAVING` of the modelled seconds. What counts is the mean of
         single micro-batches of the last iteration, because their sum hides how loads drift.
         """
-        placement, known = result.placement, self._policies.get(context.layer)
         # Tokens that are sent once are priced as if they were divided evenly.
-        is_told = context.shares_evenly or context.costs.sent_choices is not None
-        if is_told or history.is_empty or not placement.num_replicas:
+        if context.shares_evenly or context.costs.sent_choices is not None or history.is_empty:
             return "even"
-        if known is not None and known.placement is placement and known.since == result.since:
+        placement, known = plan.placement, self._policies.get(context.layer)
+        if known is not None and known.placement is placement and known.since == since:
             return known.policy
         counts = history.iterations_like(MOST_PRICED)
         if known is None or known.placement is not placement or not np.array_equal(known.counts, counts):
-            plan = self.plan_of(placement, context, rematerialize=result.life is ReplicaLife.LAYER_PASS)
-            known = _Policy(placement, result.since, counts, _cheaper_policy(plan, counts, context))
-        self._policies[context.layer] = known._replace(since=result.since)
+            known = _Policy(placement, since, counts, _cheaper_policy(plan, counts, context))
+        self._policies[context.layer] = known._replace(since=since)
         return known.policy
 
     def reshards_at(self, iteration: int) -> bool:
