@@ -139,8 +139,8 @@ def restore_owners(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
     """Move all experts back to where Megatron's names mean them; return whether any moved on this stage.
 
     All ranks must call it between two iterations: after the optimizer step and before the next forward pass.
-    Optimizer states travel too. The order lasts until the strategy's next re-shard. ``model`` is Megatron's,
-    or its chunks.
+    Optimizer states travel too. The order lasts until the strategy's next re-shard; after a checkpoint was
+    saved or loaded, only until the next iteration. ``model`` is Megatron's, or its chunks.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     members = (getattr(module, "slots", None) for chunk in chunks for module in chunk.modules())
