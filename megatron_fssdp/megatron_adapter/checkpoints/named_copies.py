@@ -88,7 +88,7 @@ def _restored(export: Any, *args: Any, **kwargs: Any) -> Any:
     return export(*args, **kwargs)
 
 
-def keep_names(experts: torch.nn.Module, slots: ExpertSlots) -> None:
+def keep_names(experts: Any, slots: ExpertSlots) -> None:
     """Let copies of a layer's experts by name mean the experts that are there, or refuse them."""
 
     def before_state_dict(module: Any, prefix: str, *_: Any) -> None:
