@@ -8,7 +8,7 @@ none, because its experts come from elsewhere.
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,8 +23,8 @@ from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import slots_in
-from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots, StageOwners
+from megatron_fssdp.megatron_adapter.checkpoints.named_copies import slots_in
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
@@ -48,17 +48,23 @@ class OwnerHint:
 
     def gather(self) -> dict[str, Any] | None:
         """Return the value to save; ``None`` if all stages have Megatron's even distribution. Collective."""
-        stage = self.slots.stage_owners()
-        stages = _of_all_stages(None if stage is None or stage.owners.is_even else stage.as_lists())
+        owners, lists = self._next_owners(), None
+        if owners is not None and not owners.is_even:
+            lists = {"layer_numbers": list(self.slots.layer_numbers()), **owners.as_lists()}
+        stages = _of_all_stages(lists)
         return None if all(lists is None for lists in stages) else {"stages": stages}
 
-    def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
+    def take(self, hint: Any) -> None:
         """Note a checkpoint's owner map. Experts are loaded by name, and move there before training."""
         group = parallel_state.get_pipeline_model_parallel_group()
-        owners = fitting_owners(hint, metadata, self.slots.stage_owners(), group.rank(), group.size())
-        if owners is not None:
+        present = layout(self.slots.layer_numbers(), self._next_owners())
+        if (owners := fitting_owners(hint, present, group.rank(), group.size())) is not None:
             self.slots.saved_owners = owners
             _log(logging.INFO, "experts keep the owners of the checkpoint")
+
+    def _next_owners(self) -> OwnerMap | None:
+        # Experts are home for the save, and move back before the next iteration.
+        return (self.slots.saved_owners or self.slots.owners) if self.slots.layers else None
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class StrategyHint:
         named = {str(layer): self.strategy.selected(layer) for layer in self.slots.layer_numbers()}
         return {layer: name for stage in _of_all_stages(named) for layer, name in stage.items() if name}
 
-    def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
+    def take(self, hint: Any) -> None:
         """Continue with the saved selection, whatever the layout of the run that saved it was."""
         self.strategy.resume({int(layer): str(name) for layer, name in hint.items()})
         _log(logging.INFO, "layers keep the strategies of the checkpoint")
@@ -99,7 +105,7 @@ class LoadHint:
             known = {"ranks": own, "layers": {str(n): _plain(one.state()) for n, one in self._histories()}}
         return [known for known in of_all_ranks(known) if known is not None]
 
-    def take(self, hint: Any, metadata: Mapping[str, Any]) -> None:
+    def take(self, hint: Any) -> None:
         """Continue with the saved loads, if they are those of this run's groups and layers."""
         histories, ranks = self._histories(), self._ranks()
         saved: dict[str, Any] = next((group["layers"] for group in hint if group["ranks"] == ranks), {})
@@ -186,17 +192,16 @@ def _take_hints(load_common: Any, *args: Any, **kwargs: Any) -> Any:
     common = load_common(*args, **kwargs)
     sessions, _loading[:] = list(_loading), []
     for session in sessions:
-        session.slots.loading = set(range(len(session.slots.layers)))
         for hint in hints_of(session):
             if hint.key in common:
-                take_or_log(hint, common[hint.key], common.get("content_metadata") or {})
+                take_or_log(hint, common[hint.key])
     return common
 
 
-def take_or_log(hint: CheckpointHint, saved: Any, metadata: Mapping[str, Any]) -> None:
+def take_or_log(hint: CheckpointHint, saved: Any) -> None:
     """Continue with what a checkpoint says, or log one line why it is not used. Every rank calls it."""
     try:
-        hint.take(saved, metadata)
+        hint.take(saved)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"it cannot be read ({error!r})"
         _log(logging.WARNING, f"the checkpoint's {hint.key} are not used: {reason}")
@@ -210,50 +215,41 @@ def save_with_new_marks(
     A run that resumes from an earlier iteration saves into folders that hold complete checkpoints. If such a
     save were killed, old marks would make a checkpoint of a mixture of old and new data.
     """
+    slots_in(sharded_state_dict)  # It may refuse the save, which must leave the folder as it is.
     # No rank writes data before the deletion, because all ranks plan the save with rank 0 first.
     if dist.get_rank() == 0:
         for name in _MARKS:
             (Path(str(checkpoint_dir)) / name).unlink(missing_ok=True)
-    for given in (
-        (*args, *kwargs.values()) if any(session.strategy.moves_owners for session in _alive()) else ()
-    ):
-        for strategy in (given, getattr(given, "base_strategy", None)):
-            for name in ("do_cache_distribution", "use_cached_ckpt_structure"):
-                if hasattr(strategy, name):
-                    setattr(strategy, name, False)  # Experts move between saves, so each needs a plan.
     with naming_failures(f"saving {checkpoint_dir}"):
         return save(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
-def fitting_owners(
-    hint: Any, metadata: Mapping[str, Any], stage: StageOwners | None, rank: int, num_stages: int
-) -> OwnerMap | None:
-    """Return the owner map that a hint contains for stage ``rank``, whose present owners are ``stage``.
+def fitting_owners(hint: Any, present: str, rank: int, num_stages: int) -> OwnerMap | None:
+    """Return the owner map that a hint contains for stage ``rank``, which has the ``present`` layout.
 
     Raises:
         ValueError: The hint comes from another layout or another model, or it is damaged.
     """
-    if metadata.get("distrib_optim_sharding_type") == "dp_reshardable":
-        raise ValueError(
-            "got optimizer states stored by bucket position, which can be loaded only under Megatron's even "
-            "owners"
-        )
-    saved = [None if lists is None else StageOwners.from_lists(lists) for lists in hint["stages"]]
-    if len(saved) != num_stages:
-        raise ValueError(f"got an owner map of {len(saved)} pipeline stages, wanted {num_stages}")
-    if (mine := saved[rank]) is None:
+    stages: list[Mapping[str, Any] | None] = hint["stages"]
+    if len(stages) != num_stages:
+        raise ValueError(f"got an owner map of {len(stages)} pipeline stages, wanted {num_stages}")
+    if (mine := stages[rank]) is None:
         return None
-    if (got := _layout(mine)) != (wanted := _layout(stage)):
-        raise ValueError(f"got an owner map of {got} on stage {rank}, wanted {wanted}")
-    return mine.owners
+    owners = OwnerMap.from_lists(mine)
+    if (got := layout(mine["layer_numbers"], owners)) != present:
+        raise ValueError(f"got an owner map of {got} on stage {rank}, wanted {present}")
+    return owners
 
 
-def _layout(stage: StageOwners | None) -> str:
-    if stage is None:
+def layout(layer_numbers: Sequence[int], owners: OwnerMap | None) -> str:
+    """Describe what must be equal, so that the owners of one run fit another."""
+    if owners is None:
         return "no MoE layers"
-    owners = stage.owners
-    layers = ", ".join(map(str, stage.layer_numbers))
-    return f"MoE layers {layers} with {owners.num_experts} experts on {owners.num_devices} devices"
+    layers = ", ".join(map(str, layer_numbers))
+    return (
+        f"{owners.num_layers} MoE layers ({layers}) with {owners.num_experts} experts on "
+        f"{owners.num_devices} devices"
+    )
 
 
 def _of_all_stages(own: Any) -> list[Any]:

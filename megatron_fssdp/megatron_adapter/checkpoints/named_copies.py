@@ -1,9 +1,11 @@
-"""Copies of weights by name, as reinforcement learning and exports make them in the middle of a training.
+"""Copies of weights by name: checkpoints, and those that reinforcement learning and exports make.
 
-``state_dict`` and ``load_state_dict`` name an expert by the place for which Megatron registered it. After a
-re-shard, another expert is there, so a copy in or out would silently mean other experts. Both are refused
-then, and :func:`restore_owners` brings all experts back to Megatron's order. Hosts read Parameters by their
-names, too, without such a call. Known exports of theirs (:data:`EXPORTS`) bring experts back first.
+Megatron names an expert by the place for which it registered it. After a re-shard, another expert is there,
+so a copy in or out would silently mean other experts. Before a sharded state dict, all ranks bring the
+experts home to Megatron's order, and the next iteration moves them back. A single rank may call
+``state_dict`` and ``load_state_dict``, so these are refused, and :func:`restore_owners` brings experts home.
+Hosts read Parameters by their names, too, without such a call. Known exports of theirs (:data:`EXPORTS`)
+bring experts home first.
 """
 
 import sys
@@ -14,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
@@ -31,6 +34,7 @@ EXPORTS = {
 """Methods by which hosts read or write experts by name, on all ranks, with the model as an argument."""
 
 _WITHOUT_A_CALL = ("verl", "slime", "nemo_rl")  # hosts that also read named_parameters()
+_SLOTS = "slots_of_fssdp"
 _RESTORE = "call megatron_fssdp.restore_owners(model) on all ranks between two iterations"
 
 
@@ -84,29 +88,41 @@ def _restored(export: Any, *args: Any, **kwargs: Any) -> Any:
     return export(*args, **kwargs)
 
 
-def check_named_copies(experts: torch.nn.Module, layer: int, slots: ExpertSlots) -> None:
-    """Make the experts of a layer of the owner map refuse copies by name while names and contents disagree.
-
-    Megatron's own loading of a ``torch_dist`` checkpoint has put the right contents under the names.
-    """
+def keep_names(experts: Any, slots: ExpertSlots) -> None:
+    """Let copies of a layer's experts by name mean the experts that are there, or refuse them."""
 
     def before_state_dict(module: Any, prefix: str, *_: Any) -> None:
         refuse_moved(slots, f"state_dict of {prefix.rstrip('.')}")
 
     def before_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-        if layer in slots.loading:
-            slots.loading.remove(layer)
-            return
         refuse_moved(slots, f"load_state_dict of {prefix.rstrip('.')}")
-        if slots.has_residents:
-            raise ConfigurationError(
-                f"load_state_dict of {prefix.rstrip('.')}: got resident replicas, which would keep their old "
-                "weights; wanted weights that are loaded before the first iteration; use another strategy "
-                "than flexmoe to load them later"
-            )
 
     experts.register_state_dict_pre_hook(before_state_dict)
     experts.register_load_state_dict_pre_hook(before_load)
+    experts.sharded_state_dict = partial(_state_at_home, experts, slots)
+
+
+def _state_at_home(experts: Any, slots: ExpertSlots, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    owners = slots.owners
+    if slots.go_home():
+        slots.saved_owners = owners
+    state: dict[str, Any] = type(experts).sharded_state_dict(experts, *args, **kwargs)
+    for entry in state.values():
+        setattr(entry, _SLOTS, slots)
+    return state
+
+
+def slots_in(sharded_state_dict: Any) -> list[ExpertSlots]:
+    """The slots whose experts are in a sharded state dict; a host may have left them out.
+
+    Raises:
+        ConfigurationError: Experts have moved since it was made.
+    """
+    found = (getattr(entry, _SLOTS, None) for entry in nested_values(sharded_state_dict))
+    slots_of = list({id(slots): slots for slots in found if slots is not None}.values())
+    for slots in slots_of:
+        refuse_moved(slots, "checkpoint of a sharded state dict that was made before an iteration")
+    return slots_of
 
 
 def refuse_moved(slots: ExpertSlots, what: str) -> None:
@@ -114,8 +130,8 @@ def refuse_moved(slots: ExpertSlots, what: str) -> None:
     if slots.layers and not slots.owners.is_even:
         raise ConfigurationError(
             f"{what}: got experts that a re-shard has moved, so that their names "
-            f"mean other experts; wanted experts in Megatron's order; {_RESTORE}, save in a fully "
-            f"reshardable torch_dist checkpoint, or {KEEP_OWNERS}"
+            f"mean other experts; wanted experts in Megatron's order; {_RESTORE}, save in a "
+            f"torch_dist checkpoint, or {KEEP_OWNERS}"
         )
 
 
@@ -123,8 +139,8 @@ def restore_owners(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
     """Move all experts back to where Megatron's names mean them; return whether any moved on this stage.
 
     All ranks must call it between two iterations: after the optimizer step and before the next forward pass.
-    Optimizer states travel too. The order lasts until the strategy's next re-shard. ``model`` is Megatron's,
-    or its chunks.
+    Optimizer states travel too. The order lasts until the strategy's next re-shard; after a checkpoint was
+    saved or loaded, only until the next iteration. ``model`` is Megatron's, or its chunks.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     members = (getattr(module, "slots", None) for chunk in chunks for module in chunk.modules())

@@ -1,8 +1,9 @@
 """Adds the plugin to Megatron-LM's command line, on top of what :mod:`.attach` does in megatron-core."""
 
 import os
+from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,36 +26,29 @@ from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.dataset_helpers import compilation_if_needed
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
-_registered_by: Literal["nobody", "launcher", "script"] = "nobody"
-
 
 def register(by_launcher: bool = False) -> None:
-    """Add the plugin to Megatron, once. Call this before Megatron parses its arguments.
+    """Add the plugin to Megatron. Call this before Megatron parses its arguments; later calls change nothing.
 
-    A script that calls this may also run under the launcher: its call then changes nothing. Under
-    ``--moe-strategy none``, the default, Megatron computes bitwise the same results as without the plugin,
-    with one exception: BERT gets the experts of ``--num-experts``, which Megatron ignores. A script that does
-    not catch a :class:`ConfigurationError` ends with one line and exit code 2. On a machine without an
-    accelerator, Megatron runs on the CPU (``megatron_adapter.cpu.cpu_runtime``).
+    Under ``--moe-strategy none``, the default, Megatron computes bitwise the same results as without the
+    plugin, with one exception: BERT gets the experts of ``--num-experts``, which Megatron ignores. A script
+    that does not catch a :class:`ConfigurationError` ends with one line and exit code 2. On a machine without
+    an accelerator, Megatron runs on the CPU (``megatron_adapter.cpu.cpu_runtime``).
 
     Raises:
         ConfigurationError: The installed Megatron lacks a seam that the plugin needs.
     """
-    global _registered_by
-    if _registered_by == "launcher" and not by_launcher:
-        _registered_by = "script"  # A second call of the script will be refused.
-        return
-    if _registered_by != "nobody":
-        raise RuntimeError(
-            "megatron_fssdp.register() was called twice; call it once, before Megatron parses its arguments"
-        )
-    if not by_launcher:
+    if not by_launcher:  # The launcher reports errors itself.
         report_uncaught()
+    _wrap_megatron()
+
+
+@cache  # once in a process
+def _wrap_megatron() -> None:
     # The CPU patches must come before the first use of Megatron. On a GPU run they do nothing.
     on_cpu = cpu_runtime.install()
     check_seams(for_training=True)
     optimizer_repairs.install()
-    _registered_by = "launcher" if by_launcher else "script"
 
     from megatron.core.datasets import utils
     from megatron.training import arguments, global_vars, training

@@ -3,10 +3,8 @@
 Shape letters: L MoE layers of the stage, E experts of a layer, D devices of the expert-parallel group.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
@@ -15,36 +13,6 @@ from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-
-
-@dataclass(frozen=True, eq=False)
-class StageOwners:
-    """Which device owns which expert of a pipeline stage."""
-
-    owners: OwnerMap  # over the MoE layers of all model chunks of the stage
-    layer_numbers: tuple[int, ...]  # Megatron's global ones, from 1; multi-token prediction comes last
-
-    def __post_init__(self) -> None:
-        if not len(self.layer_numbers) == len(set(self.layer_numbers)) == self.owners.num_layers:
-            raise ValueError(
-                f"layer numbers: got {self.layer_numbers}, wanted {self.owners.num_layers} different "
-                "numbers, one for each layer of the owner map"
-            )
-
-    def contents(self, device: int, layer: int) -> list[tuple[int, int]]:
-        """Return Megatron's layer number and the expert in each slot that a device registered for a layer."""
-        local = self.owners.num_experts // self.owners.num_devices
-        held = (self.owners.expert_in(device, layer * local + index) for index in range(local))
-        return [(self.layer_numbers[index], expert) for index, expert in held]
-
-    def as_lists(self) -> dict[str, Any]:
-        """Return plain lists of numbers for a checkpoint."""
-        return {"layer_numbers": list(self.layer_numbers), **self.owners.as_lists()}
-
-    @classmethod
-    def from_lists(cls, lists: Mapping[str, Any]) -> "StageOwners":
-        """Return the owners of which :meth:`as_lists` made lists."""
-        return cls(OwnerMap.from_lists(lists), tuple(map(int, lists["layer_numbers"])))
 
 
 class ExpertSlots:
@@ -64,15 +32,11 @@ class ExpertSlots:
     def __init__(self) -> None:
         self.layers: list[SlotLayer] = []  # all layers of the owner map
         self.resharding: ExpertResharding | None = None  # set if the strategy moves owners
-        # Of the checkpoint that was loaded, until owners move there.
+        # Of the checkpoint that was loaded, or of before a save, until owners move there.
         self.saved_owners: OwnerMap | None = None
         # Before experts go home, which may refuse; and when experts have moved.
         self.before_home: Callable[[], None] = lambda: None
         self.on_move: Callable[[], None] = lambda: None
-        self.has_residents = False  # resident replicas, which are copies of what the slots hold
-        # Indexes of layers whose weights Megatron's own load_state_dict will fill next, by the names of a
-        # checkpoint that followed the owner map.
-        self.loading: set[int] = set()
         self._experts: list[SlotExperts] = []
         self._owners: OwnerMap | None = None
 
@@ -98,10 +62,6 @@ class ExpertSlots:
     def layer_numbers(self) -> tuple[int, ...]:
         """Megatron's numbers of the stage's MoE layers, without those of multi-token prediction."""
         return tuple(layer.context.layer for layer in self.layers)
-
-    def stage_owners(self) -> StageOwners | None:
-        """The owners with the layers' numbers; ``None`` for a stage without MoE layers."""
-        return StageOwners(self.owners, self.layer_numbers()) if self.layers else None
 
     @property
     def parameters(self) -> list[ExpertParameters]:
@@ -144,7 +104,7 @@ class ExpertSlots:
         return self.move_to(even) is not None
 
     def move_to_saved(self) -> None:
-        """Move the experts to the owners of the checkpoint that was loaded, if this strategy moves owners."""
+        """Move the experts to ``saved_owners``, if there are some and this strategy moves owners."""
         saved, self.saved_owners = self.saved_owners, None
         if saved is not None and self.resharding is not None:
             self.move_to(saved)

@@ -25,7 +25,7 @@ from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.slot_states import is_layer_wise, members_of
 from megatron_fssdp.megatron_adapter.wrapping import wrap
-from megatron_fssdp.planning.placement.owner_map import ResidentMap
+from megatron_fssdp.planning.placement.owner_map import EMPTY, ResidentMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
@@ -131,7 +131,6 @@ class ResidentExperts:
         self._copy_settings()
         report = self._contents.move(copies, "copying resident replicas", are_copies=True)
         self._map = new
-        self._owned.has_residents = any(placement.num_replicas for placement in placements)
         for index, (layer, placement) in enumerate(zip(self._owned.layers, placements, strict=True)):
             slot_of = new.held_by(layer.groups.device, index)
             own = self.parameters[index * new.slots :]
@@ -141,7 +140,7 @@ class ResidentExperts:
 
     def check(self) -> None:
         """Refuse, by a ConfigurationError, owners that somebody has written since the last step."""
-        if self._owned.has_residents and self._versions != self._written():
+        if self._versions != self._written() and (self._map.expert_LDW != EMPTY).any():
             raise ConfigurationError(
                 "resident replicas: got weights of experts that were written between two iterations, perhaps "
                 "those of a reference model, wanted weights that only the optimizer changes; use another "

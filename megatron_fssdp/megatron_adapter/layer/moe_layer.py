@@ -17,8 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
-from megatron_fssdp.megatron_adapter.checkpoints.expert_checkpoint import follow_owners
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import check_named_copies
+from megatron_fssdp.megatron_adapter.checkpoints.named_copies import keep_names
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
@@ -94,8 +93,7 @@ class StrategyMoELayer(MoELayer):
         self._index: int | None = None
         if later_layers_before is None:
             self._index = session.slots.add_layer(self.slot_layer, self._slot_experts)
-            follow_owners(self.experts, self._index, session.slots)
-            check_named_copies(self.experts, self._index, session.slots)
+            keep_names(self.experts, session.slots)
         session.runtime.timer.is_usable = not config.overlap_moe_expert_parallel_comm
 
     @property

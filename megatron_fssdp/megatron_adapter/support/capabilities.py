@@ -52,8 +52,6 @@ _NEEDED_BY = {
     "parallel": "every strategy but none, on two or more expert-parallel ranks",
     "moving": "re-sharding (fssdp, smartmoe) and resident replicas (flexmoe)",
     "states": "the distributed optimizer under re-sharding (fssdp, smartmoe) and resident replicas (flexmoe)",
-    "resharding": "re-sharding (fssdp, smartmoe)",
-    "checkpoints": "checkpoints under re-sharding (fssdp, smartmoe)",
     "gather": "--overlap-param-gather under every strategy but none",
     "topology": "router=topology_aware",
     "bert": "BERT with --num-experts",
@@ -101,10 +99,6 @@ SEAMS = _seams(
     megatron.core.distributed
       DistributedDataParallel._make_forward_pre_hook | gathers parameters before replicas | gather
       DistributedDataParallel._make_backward_post_hook | waits for what DDP adds to gradients | parallel
-    megatron.core.transformer.transformer_block
-      TransformerBlock.sharded_state_dict | names experts by layer and number | checkpoints
-    megatron.core.models.hybrid.hybrid_block
-      HybridStack.sharded_state_dict | names experts of hybrid models likewise | checkpoints
     megatron.core.datasets.utils
       compile_helpers | uses compiled dataset helpers where there are some | every
     megatron.training.arguments

@@ -3,11 +3,9 @@
 They are refused before a run starts.
 """
 
-import logging
 import math
 import os
 from collections.abc import Callable, Collection
-from functools import cache
 from typing import NamedTuple
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -18,9 +16,6 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.strategy import Strategy
 
-logger = logging.getLogger(__name__)
-_warn_once = cache(logger.warning)
-
 _NODE_RANKS = 8  # DeepEP's number of ranks in a node, a constant of its kernels.
 _MOST_IN_NODE, _MOST_OF_NODE = 128, 512  # Threads of its kernels that count tokens, one for each expert.
 _DOMAIN = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
@@ -28,7 +23,7 @@ _DELAYING = "--delay-wgrad-compute and --overlap-dispatch-backward-with-experts-
 
 
 class Limit(NamedTuple):
-    """Something that is refused: its name, when it is the case, and the user's next step or the effect."""
+    """Something that is refused: its name, when it is the case, and the user's next step."""
 
     code: str  # which stays when the words change
     what: str
@@ -209,31 +204,15 @@ SOME: tuple[Limit, ...] = (
         f"them, or {KEEP_OWNERS}"),
 )
 """What some strategies and settings refuse."""
-
-WARNED: tuple[Limit, ...] = (
-    Limit("group_topk", "--moe-router-group-topk above --moe-router-topk",
-        lambda m, _: m.moe_router_topk and m.moe_router_group_topk > m.moe_router_topk,
-        "Megatron selects groups of experts without looking at scores; lower it"),
-    Limit("drop_position", "--moe-token-drop-policy position",
-        lambda m, _: m.moe_token_drop_policy == "position" and m.moe_expert_capacity_factor,
-        "Megatron keeps tokens from the middle of a micro-batch, or from anywhere; use probs"),
-)
-"""What Megatron does in another way than it says, and the effect."""
 # fmt: on
 
 
 def check_limits(name: str, strategy: Strategy, m: MegatronSettings) -> None:
-    """Refuse, by a ConfigurationError, settings of a model that the strategy of this name cannot serve.
-
-    Rank 0 warns of :data:`WARNED`, once.
-    """
+    """Refuse, by a ConfigurationError, settings of a model that the strategy of this name cannot serve."""
     who = f"--moe-strategy {name}"
     for _, what, is_met, advice in (*EVERY, *SOME):
         if is_met(m, strategy):
             raise ConfigurationError(f"{who} does not support {what}: {advice}")
-    for _, what, is_met, effect in WARNED:
-        if is_met(m, strategy) and os.environ.get("RANK", "0") == "0":
-            _warn_once(f"[fssdp] {what}: {effect}")
     if not m.experts:
         raise ConfigurationError(
             f"{who} needs a Mixture-of-Experts model: add --num-experts, or use --moe-strategy none"

@@ -107,11 +107,6 @@ class OwnerMap:
         experts = np.flatnonzero(self.device_LE[layer] == device)
         return {int(expert): int(self.slot_LE[layer, expert]) for expert in experts}
 
-    def expert_in(self, device: int, slot: int) -> tuple[int, int]:
-        """The (layer, expert) in a slot of a device, which may not be free."""
-        ((layer, expert),) = np.argwhere((self.device_LE == device) & (self.slot_LE == slot)).tolist()
-        return layer, expert
-
     def with_owners(self, device_LE: np.ndarray) -> "OwnerMap":
         """A map with new owners, integers ``[L, E]``, or a ValueError if a device has too few slots.
 

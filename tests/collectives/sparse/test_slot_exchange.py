@@ -66,8 +66,9 @@ def contents(owner_map, device, num_elements, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     shape = (owner_map.num_layers, owner_map.num_experts, num_elements)
     of_expert = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    slots = range(owner_map.slots_per_device)
-    return torch.stack([of_expert[owner_map.expert_in(device, slot)] for slot in slots])
+    slots_L = [owner_map.slots_on(device, layer) for layer in range(owner_map.num_layers)]
+    held = {slot: of_expert[layer, expert] for layer, of in enumerate(slots_L) for expert, slot in of.items()}
+    return torch.stack([held[slot] for slot in sorted(held)])
 
 
 def permute(rank, world_size, cases):

@@ -1,15 +1,12 @@
 """Weights that are copied out and in by name in the middle of a training, after owners have moved."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import check_named_copies
-from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 from ..experts.test_moved_owners import halves
 from ..training_run import assert_close, before_iterations, note, train
@@ -27,14 +24,6 @@ def test_copies_by_name_are_refused_while_experts_are_elsewhere(text_data: Path)
     for refused in copied.notes:
         assert "reshard_interval=0" in refused
         assert "restore_owners" in refused
-
-
-def test_resident_replicas_refuse_new_weights() -> None:
-    experts = torch.nn.Linear(1, 1)
-    slots: Any = SimpleNamespace(layers=[0], loading=set(), has_residents=True, owners=OwnerMap.even(1, 2, 1))
-    check_named_copies(experts, 0, slots)
-    with pytest.raises(ConfigurationError, match="resident replicas"):
-        experts.load_state_dict(experts.state_dict())
 
 
 # ---------------------------------------------------------------- on the ranks

@@ -4,7 +4,6 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
@@ -12,59 +11,58 @@ from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
     OwnerHint,
     fitting_owners,
     hints_of,
+    layout,
     take_or_log,
 )
-from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 
-from ..uneven_owners import even_stage, random_stage
+EVEN = OwnerMap.even(2, 4, 2)
+OWNERS = [EVEN.with_owners(EVEN.device_LE[:, order]) for order in ([2, 1, 0, 3], [1, 2, 3, 0])]
+NUMBERS = [(1, 2), (3, 4)]
+FIRST, OTHER = STAGES = [
+    {"layer_numbers": [*numbers], **owners.as_lists()}
+    for numbers, owners in zip(NUMBERS, OWNERS, strict=True)
+]
+BOTH, SWAPPED = {"stages": STAGES}, {"stages": STAGES[::-1]}
+TWICE = {"stages": [{**FIRST, "slot_LE": [[0] * 4] * 2}, None]}
 
-RNG = np.random.default_rng(1)
-FIRST, OTHER = STAGES = [random_stage(RNG, numbers, 4, 2) for numbers in ([1, 2], [3, 4])]
-BOTH = {"stages": [stage.as_lists() for stage in STAGES]}
-SWAPPED = {"stages": BOTH["stages"][::-1]}
-BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
-EP4, EXPERTS8 = (StageOwners(OwnerMap.even(*sizes), (1, 2)) for sizes in ((2, 4, 4), (2, 8, 2)))
-TWICE = {"stages": [{**FIRST.as_lists(), "slot_LE": [[0] * 4] * 2}, None]}
 
-
-def test_a_hint_of_the_same_layout_gives_the_saved_owner_map() -> None:
-    for rank, stage in enumerate(STAGES):
-        owners = fitting_owners(BOTH, {}, even_stage(stage), rank, 2)
-        assert owners is not None
-        assert owners.digest() == stage.owners.digest()
-    assert fitting_owners({"stages": [None]}, {}, even_stage(FIRST), 0, 1) is None
+def slots_of(numbers: tuple[int, ...], owners: OwnerMap | None) -> Any:
+    one = SimpleNamespace(layers=numbers, layer_numbers=lambda: numbers, owners=owners, saved_owners=None)
+    if owners is None:
+        one.layers = ()
+    return one
 
 
 @pytest.mark.parametrize(
-    ("hint", "metadata", "stage", "match"),
+    ("hint", "sizes", "match"),
     [
-        ({"stages": [FIRST.as_lists()]}, {}, FIRST, "1 pipeline stages, wanted 2"),
-        (SWAPPED, {}, FIRST, "MoE layers 3, 4 .* on stage 0, wanted MoE layers 1, 2 "),
-        (BOTH, {}, None, "wanted no MoE layers"),
-        (BOTH, {}, EP4, "on 2 devices on stage 0, wanted .* on 4 devices"),
-        (BOTH, {}, EXPERTS8, "4 experts on .*, wanted .* 8 experts"),
-        (BOTH, BUCKETS, FIRST, "bucket position"),
-        (TWICE, {}, FIRST, "used twice"),
+        ({"stages": [FIRST]}, (2, 4, 2), "1 pipeline stages, wanted 2"),
+        (SWAPPED, (2, 4, 2), r"MoE layers \(3, 4\) .* on stage 0, wanted 2 MoE layers \(1, 2\) "),
+        (BOTH, None, "wanted no MoE layers"),
+        (BOTH, (2, 4, 4), "on 2 devices on stage 0, wanted .* on 4 devices"),
+        (BOTH, (2, 8, 2), "4 experts on .*, wanted .* 8 experts"),
+        (TWICE, (2, 4, 2), "used twice"),
     ],
 )
-def test_hints_of_other_layouts_are_not_used(
-    hint: Any, metadata: Any, stage: StageOwners | None, match: str
-) -> None:
+def test_hints_of_other_layouts_are_not_used(hint: Any, sizes: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        fitting_owners(hint, metadata, stage, 0, 2)
+        fitting_owners(hint, layout(NUMBERS[0], sizes and OwnerMap.even(*sizes)), 0, 2)
 
 
 def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used() -> None:
-    hints = run_megatron_ranks(_gather, 4, ep=2, pp=2)
-    assert [hint["stages"] for hint, _, _ in hints] == [[None, OTHER.as_lists()]] * 4
-    assert [none for _, none, _ in hints] == [None] * 4
-    assert [len(lines) for _, _, lines in hints] == [3, 0, 0, 0]
-    other_layout, *damaged = hints[0][2]
+    found = run_megatron_ranks(_gather, 4, ep=2, pp=2)
+    assert [hint["stages"] for hint, *_ in found] == [[None, OTHER]] * 4
+    assert [none for _, none, *_ in found] == [None] * 4
+    wanted = [owners.digest() for owners in OWNERS]
+    assert [taken for *_, taken, _ in found] == [wanted[0], wanted[0], wanted[1], wanted[1]]
+    assert [len(lines) for *_, lines in found] == [4, 0, 0, 0]
+    other_layout, *damaged, kept = found[0][-1]
     assert "owners are not used: got an owner map of 1 pipeline stages, wanted 2" in other_layout
     assert all("owners are not used: it cannot be read" in line for line in damaged)
+    assert "keep the owners of the checkpoint" in kept
 
 
 def _gather(rank: int, world_size: int) -> Any:
@@ -74,19 +72,16 @@ def _gather(rank: int, world_size: int) -> Any:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     checkpoint_hints.logger.addHandler(handler)
-    stage = STAGES[parallel_state.get_pipeline_model_parallel_rank()]
-    slots: Any = SimpleNamespace(saved_owners=None)
-
-    def hint(one: StageOwners) -> OwnerHint:
-        slots.stage_owners = lambda: one
-        return OwnerHint(slots)
-
-    mine = stage if stage is OTHER else even_stage(stage)
-    hints = [hint(one).gather() for one in (mine, even_stage(stage))]
+    checkpoint_hints.logger.setLevel(logging.INFO)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    moved, even = slots_of(NUMBERS[stage], EVEN), slots_of(NUMBERS[stage], EVEN)
+    moved.saved_owners = OWNERS[1] if stage else None  # Experts are home for a save.
+    hints = [OwnerHint(slots).gather() for slots in (moved, even)]
     for saved in ({"stages": [None]}, [1], {"stages": [{"layer_numbers": [1]}, None]}):
-        take_or_log(hint(stage), saved, {})
-    assert slots.saved_owners is None
-    return *hints, lines
+        take_or_log(OwnerHint(even), saved)
+    assert even.saved_owners is None
+    take_or_log(OwnerHint(even), BOTH)
+    return *hints, even.saved_owners.digest(), lines
 
 
 @pytest.mark.parametrize(

@@ -114,19 +114,14 @@ def test_the_spec_option_builds_the_strategys_layers(text_data: Path, fssdp: Tra
 
 
 @pytest.mark.parametrize("launcher", [True, False])
-def test_a_script_can_register_the_plugin_itself_once(
+def test_a_script_can_register_the_plugin_itself(
     launcher: bool, text_data: Path, tmp_path: Path, fssdp: TrainingRun
 ) -> None:
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import megatron_fssdp\n"
         "megatron_fssdp.register()\n"
-        "try:\n"
-        "    megatron_fssdp.register()\n"
-        "except RuntimeError as error:\n"
-        "    assert 'called twice' in str(error)\n"
-        "else:\n"
-        "    raise AssertionError('registered twice')\n"
+        "megatron_fssdp.register()\n"  # changes nothing
         "from megatron_fssdp.pretraining.pretrain_gpt import main\n"
         "main()\n"
     )

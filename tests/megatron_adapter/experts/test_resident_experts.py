@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
 
+from ..held_bytes import num_bytes, state_bytes
 from ..training.parity.test_strategy_parity import cheap_links
 from ..training_run import note, relative_difference, rows, slow, train, wrap
-from ..uneven_owners import num_bytes, state_bytes
 
 FLEXMOE = "flexmoe slots=2 placement_interval=2 window=2 FSSDP_PROFILE_ITERATIONS=1"
 # Learning rate and weight decay change by schedule, and gradients are clipped.

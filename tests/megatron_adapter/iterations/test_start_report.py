@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ..held_bytes import num_bytes, state_bytes
 from ..training_run import note, rows, slow, train, wrap
-from ..uneven_owners import num_bytes, state_bytes
 
 FSSDP, EP = "fssdp reshard_interval=2 slots=1 overlap_degree=1", "ep"
 

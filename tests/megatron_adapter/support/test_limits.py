@@ -10,7 +10,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.megatron_adapter.support import limits
 from megatron_fssdp.megatron_adapter.support.limits import (
     EVERY,
     SOME,
@@ -187,22 +186,6 @@ def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(
 
 def test_every_limit_has_a_row() -> None:
     assert LIMITS.keys() <= {refused for *_, refused in ROWS}
-
-
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ("moe_router_topk=2 moe_router_group_topk=4", 1),
-        ("moe_router_topk=4 moe_router_group_topk=4 moe_token_drop_policy=position", 0),
-        ("moe_token_drop_policy=position moe_expert_capacity_factor=1.0", 1),
-    ],
-)
-def test_what_megatron_does_in_its_own_way_is_told_once(
-    more: str, told: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    limits._warn_once.cache_clear()
-    assert [check_limits(*case("ep", more)) for _ in range(2)]
-    assert len(caplog.messages) == told
 
 
 def test_auto_keeps_the_flex_dispatcher() -> None:

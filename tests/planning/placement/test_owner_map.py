@@ -26,7 +26,6 @@ def test_the_even_map_equals_megatrons_assignment() -> None:
     assert even.slot_LE.tolist() == [[0, 1, 0, 1], [2, 3, 2, 3]]
     assert even.is_even
     assert even.slots_on(1, 1) == {2: 2, 3: 3}
-    assert even.expert_in(1, 3) == (1, 3)
 
 
 @given(owner_maps())
@@ -39,8 +38,8 @@ def test_moves_lead_from_one_map_to_the_other_and_lists_back_to_it(case: tuple[O
     moves = old.moves_to(new)
     assert len(moves) == int((~stays).sum())
     for move in moves:
-        assert old.expert_in(move.source_device, move.source_slot) == (move.layer, move.expert)
-        assert new.expert_in(move.device, move.slot) == (move.layer, move.expert)
+        assert old.slots_on(move.source_device, move.layer)[move.expert] == move.source_slot
+        assert new.slots_on(move.device, move.layer)[move.expert] == move.slot
     # Contents leave and enter the same slots, so the moves are a permutation.
     assert {(m.source_device, m.source_slot) for m in moves} == {(m.device, m.slot) for m in moves}
     assert old.moves_to(old) == ()
@@ -104,9 +103,9 @@ def test_copies_turn_the_old_map_into_the_new_one(
     rng = np.random.default_rng(seed)
     owners = OwnerMap.even(num_layers, num_devices * local, num_devices)
     held: dict[tuple[int, int], tuple[int, int]] = {
-        (device, slot): owners.expert_in(device, slot)
-        for device in range(num_devices)
-        for slot in range(owners.slots_per_device)
+        (device, slot): (layer, expert)
+        for device, layer in np.ndindex(num_devices, num_layers)
+        for expert, slot in owners.slots_on(device, layer).items()
     }
     residents = ResidentMap.empty(num_layers, num_devices, slots)
     for _ in range(3):

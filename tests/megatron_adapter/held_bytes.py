@@ -1,0 +1,31 @@
+"""Bytes of Parameters and of what optimizers keep for them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def state_bytes(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> int:
+    """Bytes that this rank's optimizer keeps for Parameters, beside them."""
+    kept = [one for p in parameters for one in _optimizer_states(optimizer, p)]
+    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    return num_bytes([one for one in kept if one.untyped_storage().data_ptr() not in storages])
+
+
+def _optimizer_states(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    """The master weight, which can be the Parameter itself, and after a step states of its size."""
+    states: list[Any] = []
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(member, "model_param_gbuf_map"):
+            if parameter in member.model_param_gbuf_map:
+                states = [*member._get_main_param_and_optimizer_states(parameter).values()]
+        else:
+            master = getattr(parameter, "main_param", parameter)
+            if any(master is other for other in member.get_parameters()):
+                states = [master, *member.optimizer.state.get(master, {}).values()]
+    return [one.data for one in states if torch.is_tensor(one) and one.dim()]
+
+
+def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
