@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Load a profile before any test module is imported: their settings take it as the default."""
     # Hypothesis's own plugin comes after this and loads what --hypothesis-profile names.
     settings.load_profile("search" if _selects_slow_tests(config) else "repeatable")
+    # xdist would begin with files of many tests, and end with the longest ones on one core.
+    config.option.loadscopereorder = False
     # A shell starts its background jobs with the interrupt signal ignored, and child processes inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

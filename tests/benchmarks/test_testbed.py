@@ -139,7 +139,7 @@ def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
         "--workloads=W3,jump-micro",
     ]
     process = run_testbed(*options, "--out", str(tmp_path), "--result", str(tmp_path / "result.json"))
-    output, _ = process.communicate(timeout=280)
+    output, _ = process.communicate()
     assert process.returncode == 0, output
     record = json.loads((tmp_path / "testbed.json").read_text())
     names = {(one["workload"], one["variant"]) for one in record["summaries"]}
@@ -204,12 +204,9 @@ def test_an_interrupted_run_leaves_no_processes_or_networks(by: signal.Signals, 
     assert len(below) >= 4  # unshare, the first process inside, two ranks
     assert len(own) >= 3  # the switch and two nodes
     process.send_signal(by)
-    process.wait(timeout=30)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and (own & namespaces_in_use() or any(map(is_alive, below))):
+    process.wait()
+    while own & namespaces_in_use() or any(map(is_alive, below)):  # or pytest's time limit ends the test
         time.sleep(0.1)
-    assert not [pid for pid in below if is_alive(pid)]
-    assert not own & namespaces_in_use()
     assert sorted(os.listdir("/sys/class/net")) == interfaces
     assert not list(Path("/run/netns").glob("node*"))
     process.stdout.close()

@@ -18,9 +18,7 @@ def run(code: str, log: Path, on_poll: Callable[[], object]) -> int:
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
+    while not is_so():  # or pytest's time limit ends the test
         time.sleep(0.05)
 
 
@@ -46,9 +44,9 @@ STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import signal, time\\n"
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"])
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -73,7 +71,7 @@ def test_ranks_end_when_the_command_is_killed(tmp_path):
     log = tmp_path / "log.txt"
     program = (
         "import sys; from megatron_fssdp.launch.rank_processes import run_to_the_end\n"
-        "rank = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "rank = 'import os, time; print(os.getpid(), flush=True); time.sleep(3600)'\n"
         f"run_to_the_end([sys.executable, '-c', rank], {{}}, open({str(log)!r}, 'ab'))\n"
     )
     command = subprocess.Popen([sys.executable, "-c", program])

@@ -8,11 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_python(
-    *words: object, cwd: Path | None = None, timeout_s: float = 280, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run_python(*words: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``python WORDS…`` with these environment variables beside those of this process."""
-    options = {"cwd": cwd, "timeout": timeout_s, "env": {**os.environ, **variables}}
+    options = {"cwd": cwd, "env": {**os.environ, **variables}}
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..grouped_linear import fake_grouped_experts
 from ..layer.small_config import moe_config

@@ -17,7 +17,7 @@ from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
 from megatron_fssdp.megatron_adapter.experts.expert_slots import StageOwners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..uneven_owners import even_stage, random_stage
 
