@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.browser import Browser, opened_browser
+
 if not torch.cuda.is_available():
     # Without a GPU, Triton interprets its kernels. It reads this when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -46,6 +48,13 @@ def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     with virtual_cuda() as device:
         yield
     device.assert_clean()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A Chromium, for tests that need one."""
+    with opened_browser() as running:
+        yield running
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ from benchmarks.testbed.nodes.links import Nodes, parse_rate, payload_bytes_per_
 from benchmarks.testbed.report import AgainstBest, against_best, control_difference, heat, summaries, table
 from benchmarks.testbed.stack_inputs import LayerInput, StackSize
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
+from tests.support.python_process import is_running
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"nodes": 2, "ranks-per-node": 1, "hidden": 16, "ffn": 32, "tokens": 32, "experts": 8, "layers": 2}
@@ -174,13 +175,6 @@ def namespaces_in_use() -> set[str]:
     return found
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs. A zombie process does not count as running."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return False
-
-
 @pytest.mark.parametrize(
     "by",
     [
@@ -205,7 +199,7 @@ def test_an_interrupted_run_leaves_no_processes_or_networks(by: signal.Signals, 
     assert len(own) >= 3  # the switch and two nodes
     process.send_signal(by)
     process.wait()
-    while own & namespaces_in_use() or any(map(is_alive, below)):  # or pytest's time limit ends the test
+    while own & namespaces_in_use() or any(map(is_running, below)):  # or pytest's time limit ends the test
         time.sleep(0.1)
     assert sorted(os.listdir("/sys/class/net")) == interfaces
     assert not list(Path("/run/netns").glob("node*"))

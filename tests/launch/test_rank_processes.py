@@ -10,6 +10,7 @@ import pytest
 
 from megatron_fssdp.launch import rank_processes
 from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason, run_to_the_end
+from tests.support.python_process import is_running
 
 
 def run(code: str, log: Path, on_poll: Callable[[], object]) -> int:
@@ -20,14 +21,6 @@ def run(code: str, log: Path, on_poll: Callable[[], object]) -> int:
 def wait_until(is_so: Callable[[], object]) -> None:
     while not is_so():  # or pytest's time limit ends the test
         time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def test_output_is_appended_to_the_log_and_the_exit_code_is_returned(tmp_path):

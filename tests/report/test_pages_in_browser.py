@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,7 @@ from megatron_fssdp.report.page import Page
 from megatron_fssdp.report.trainings.run_page import run_page
 from megatron_fssdp.report.trainings.shown_run import shown_runs
 
-from ..browser import WIDTHS, Browser, needs_browser, opened_browser
+from ..browser import WIDTHS, Browser, needs_browser
 from .made_runs import write_made_run
 from .made_simulation import made_simulation_page
 
@@ -40,12 +40,6 @@ PAGES: dict[str, Callable[[Path], Page]] = {
     "resumed": page_of_a_resumed_run,
     "simulation": made_simulation_page,
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with opened_browser() as running:
-        yield running
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
@@ -20,6 +19,7 @@ from benchmarks import gpu_parity
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check.page import page_html
 from scripts.gpu_check.step import Step
+from tests.support.python_process import is_running
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ def test_a_hanging_step_is_ended_with_all_its_processes(tmp_path: Path) -> None:
             break
     assert f"still running after {limit_s} s" in hung.reason
     child = int(said)
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not is_running(child)
 
 
 def record(folder: Path, losses: list[float]) -> Path:

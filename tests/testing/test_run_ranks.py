@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.testing import RankError, run_megatron_ranks, run_ranks
 
+from ..support.python_process import is_running
 from .test_example import expert_parallel_size
 
 
@@ -153,6 +153,5 @@ def test_child_processes_of_a_rank_end_with_it(tmp_path):
     with pytest.raises(RankError):
         run_ranks(start_and_die, 2, tmp_path)
     for rank in range(2):
-        status = Path(f"/proc/{(tmp_path / str(rank)).read_text()}/status")
-        while status.exists() and "\nState:\tZ" not in status.read_text():  # or pytest's limit ends it
+        while is_running(int((tmp_path / str(rank)).read_text())):  # or pytest's time limit ends the test
             time.sleep(0.01)
