@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.browser import Browser, opened_browser
+
 if not torch.cuda.is_available():
     # Without a GPU, Triton interprets its kernels. It reads this when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -48,10 +50,19 @@ def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     device.assert_clean()
 
 
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A Chromium, for tests that need one."""
+    with opened_browser() as running:
+        yield running
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Load a profile before any test module is imported: their settings take it as the default."""
     # Hypothesis's own plugin comes after this and loads what --hypothesis-profile names.
     settings.load_profile("search" if _selects_slow_tests(config) else "repeatable")
+    # xdist would begin with files of many tests, and end with the longest ones on one core.
+    config.option.loadscopereorder = False
     # A shell starts its background jobs with the interrupt signal ignored, and child processes inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

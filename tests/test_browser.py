@@ -1,18 +1,11 @@
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .browser import Browser, needs_browser, opened_browser
+from .browser import Browser, needs_browser
 
 pytestmark = needs_browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with opened_browser() as running:
-        yield running
 
 
 FAULTS = {

@@ -46,7 +46,7 @@ def run_megatron_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 300,
+    timeout_s: float = 900,
     env: Mapping[str, str] | None = None,
     preload: Sequence[str] = MEGATRON_PRELOAD,
     **sizes: int | None,

@@ -55,7 +55,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 300,
+    timeout_s: float = 900,
     env: Mapping[str, str] | None = None,
     preload: Sequence[str] = DEFAULT_PRELOAD,
     grace_s: float = 0.1,

@@ -10,7 +10,7 @@ from ..support.python_process import ROOT, python_output
 def test_variants_compute_the_same_on_the_cpu(tmp_path: Path) -> None:
     out = tmp_path / "layer.json"
     words = ["benchmarks/gpu_layer.py", "--device", "cpu", "--sizes", "toy*2", "--repetitions", "2"]
-    said = python_output(*words, "--out", out, cwd=ROOT, timeout_s=600, OMP_NUM_THREADS="1")
+    said = python_output(*words, "--out", out, cwd=ROOT, OMP_NUM_THREADS="1")
     record = json.loads(out.read_text())["sizes"]["toy*2"]
     assert record["relative_difference"] < 1e-5
     assert record["layer"]["fssdp"]["replicas"] > 0

@@ -14,7 +14,7 @@ QUICK = [case for case in CASES if case.name in (MEGATRON, "fssdp", "fssdp, exac
 @cache
 def counts(*, whole: bool) -> dict[str, CountedPasses]:
     num_ranks, cases = (RANKS, CASES) if whole else (2, QUICK)
-    return most_of(run_ranks(count_on_rank, num_ranks, cases, timeout_s=300))
+    return most_of(run_ranks(count_on_rank, num_ranks, cases))
 
 
 def assert_in_budget(case: Case, found: dict[str, CountedPasses]) -> None:

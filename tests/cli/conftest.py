@@ -15,7 +15,7 @@ def held():
     @contextmanager
     def hold(folder):
         code = "import pathlib, sys, time; from megatron_fssdp.files import run_lock\n"
-        code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(120)"
+        code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(1800)"
         words = [sys.executable, "-c", code, str(folder)]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout.readline() == "held\n"

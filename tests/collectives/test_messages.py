@@ -17,7 +17,7 @@ def connect(rank: int, world_size: int) -> tuple[list[int], list[str], bool]:
 
 
 def test_every_rank_sends_to_and_receives_from_every_other_rank_once() -> None:
-    for batches, findings, only_once in run_ranks(connect, 3, timeout_s=60):
+    for batches, findings, only_once in run_ranks(connect, 3):
         assert batches == [2 * 2]
         assert findings == []
         assert only_once

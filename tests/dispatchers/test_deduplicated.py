@@ -5,7 +5,7 @@ import torch
 
 from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher, _Copies
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.testing import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..megatron_adapter.layer.small_config import moe_config
 

@@ -9,7 +9,7 @@ from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tok
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.remap.shares import Intervals
-from megatron_fssdp.testing import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..megatron_adapter.layer.small_config import moe_config
 

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_fssdp.launch import rank_processes
 from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason, run_to_the_end
+from tests.support.python_process import is_running
 
 
 def run(code: str, log: Path, on_poll: Callable[[], object]) -> int:
@@ -18,18 +19,8 @@ def run(code: str, log: Path, on_poll: Callable[[], object]) -> int:
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
+    while not is_so():  # or pytest's time limit ends the test
         time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def test_output_is_appended_to_the_log_and_the_exit_code_is_returned(tmp_path):
@@ -46,9 +37,9 @@ STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import signal, time\\n"
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"])
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -73,7 +64,7 @@ def test_ranks_end_when_the_command_is_killed(tmp_path):
     log = tmp_path / "log.txt"
     program = (
         "import sys; from megatron_fssdp.launch.rank_processes import run_to_the_end\n"
-        "rank = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "rank = 'import os, time; print(os.getpid(), flush=True); time.sleep(3600)'\n"
         f"run_to_the_end([sys.executable, '-c', rank], {{}}, open({str(log)!r}, 'ab'))\n"
     )
     command = subprocess.Popen([sys.executable, "-c", program])

@@ -204,7 +204,7 @@ def _attention(recipe: Recipe) -> Flags:
 
 def refusals(found: Sequence[Recipe]) -> list[str | None]:
     """Return the features of each recipe that the strategy refuses; ``None`` if it accepts the recipe."""
-    (refused,) = run_ranks(_refusals, 1, list(found), preload=TRAINING_PRELOAD, timeout_s=300)
+    (refused,) = run_ranks(_refusals, 1, list(found), preload=TRAINING_PRELOAD)
     return refused
 
 

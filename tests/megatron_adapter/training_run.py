@@ -137,7 +137,7 @@ def train_on_all_ranks(
     before: Callable[[], None] | None = None,
     launcher: bool = True,
     env: dict[str, str] | None = None,
-    timeout_s: float = 240,
+    timeout_s: float = 900,
     grace_s: float = 0.1,
 ) -> list[TrainingRun]:
     """Train a tiny model with more arguments, of which later ones win; short names in braces are replaced.
@@ -283,7 +283,6 @@ def train_on_rank(
     """Run a training's script on this rank, see :func:`train_on_all_ranks`."""
     import runpy
 
-    import torch
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
 
@@ -306,8 +305,6 @@ def train_on_rank(
     record_expert_gradients(norms)
     # A synchronous save returns its results by this queue. Megatron's own queue takes a process, and seconds.
     filesystem_async._results_queue = queue.Queue()
-    # Megatron compiles small functions as it is imported, whatever --disable-jit-fuser says.
-    torch.compiler.set_stance("force_eager")
     messages: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -25,7 +25,8 @@ from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.testing import MEGATRON_PRELOAD, run_ranks
+from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import TRAINING_PRELOAD
 
 from .drawn_placements import DrawnPlacements
 from .layer_case import MODEL_DIM, LayerCase
@@ -33,7 +34,7 @@ from .layer_case import MODEL_DIM, LayerCase
 
 def run_layer_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, **more: Any) -> list[Any]:
     """Call a function on CPU ranks on which Megatron's dispatcher works."""
-    return run_ranks(function, world_size, *arguments, preload=MEGATRON_PRELOAD, **more)
+    return run_ranks(function, world_size, *arguments, preload=TRAINING_PRELOAD, **more)
 
 
 @cache

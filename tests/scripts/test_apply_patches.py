@@ -24,7 +24,7 @@ def field(diff: Path, name: str) -> str:
 
 def run(*arguments: object, **options) -> subprocess.CompletedProcess:
     command = ["bash", str(ROOT / "scripts" / "apply_patches.sh"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 def texts(checkout: Path) -> dict[str, str]:
@@ -136,7 +136,7 @@ def test_an_unknown_release_is_refused(newest: Path) -> None:
 
 def git(*arguments: object) -> subprocess.CompletedProcess:
     command = ["git", "-C", str(MEGATRON_LM), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.skipif(MEGATRON_LM is None, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)")

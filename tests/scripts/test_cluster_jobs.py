@@ -48,7 +48,7 @@ RANK = """
         if (save.parent / "node-1-ended").exists():
             end_at(last)
         time.sleep(0.05)
-    time.sleep(60)
+    time.sleep(1800)
     sys.exit("nobody asked this rank to end")
 """
 
@@ -179,7 +179,7 @@ class Slurm:
         }
         words = ["bash", self.spool / "slurm_script", config, self.out, *arguments]
         environment = {**os.environ, **variables, **env}
-        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(words, env=environment, capture_output=True, text=True)
 
     @property
     def requeues(self) -> list[str]:
@@ -266,7 +266,7 @@ def test_missing_requirements_of_a_node_are_named(config: Path, tmp_path: Path) 
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
     environment |= {"NUM_NODES": "2", "RANKS_PER_NODE": "1"}
     words = ["bash", NODE, config, tmp_path / "out"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "MASTER_ADDR is not set" in done.stderr
 
@@ -278,7 +278,6 @@ def two_nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ending", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_run_on_two_emulated_nodes_stops_early_and_resumes(two_nodes: TwoNodes, ending: int) -> None:
     """Megatron's training loop runs; one node gets the signal, and its rank tells the other node's rank."""

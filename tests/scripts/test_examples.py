@@ -14,7 +14,7 @@ def run(words: list[str], folder: Path, **variables: str) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     cpu = {"PATH": path, "PYTHONPATH": str(ROOT), "MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **cpu, **variables}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
@@ -20,6 +19,7 @@ from benchmarks import gpu_parity
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check.page import page_html
 from scripts.gpu_check.step import Step
+from tests.support.python_process import is_running
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,17 +49,18 @@ def test_a_hanging_step_is_ended_with_all_its_processes(tmp_path: Path) -> None:
     code = """
         import subprocess, sys, time
 
-        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
         child = subprocess.Popen(sleep, start_new_session=True)
         print(child.pid, flush=True)
-        time.sleep(600)
+        time.sleep(3600)
     """
-    started_s = time.monotonic()
-    hung = run(step("hang", code, limit_s=3), tmp_path)
-    assert time.monotonic() - started_s < 60
-    assert "still running after 3 s" in hung.reason
-    child = int((tmp_path / "hang.txt").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    for limit_s in (2, 20, 200):  # in which the child starts, also on a busy machine
+        hung = run(step("hang", code, limit_s), tmp_path)
+        if said := (tmp_path / "hang.txt").read_text():
+            break
+    assert f"still running after {limit_s} s" in hung.reason
+    child = int(said)
+    assert not is_running(child)
 
 
 def record(folder: Path, losses: list[float]) -> Path:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ..browser import WIDTHS, needs_browser, opened_browser
+from ..browser import WIDTHS, Browser, needs_browser
 from ..support.python_process import ROOT, python_output, run_python
 
 DOCS = ROOT / "docs"
@@ -87,13 +87,12 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
 
 @needs_browser
 @pytest.mark.parametrize("pages", ["index.html", pytest.param("*.html", marks=pytest.mark.slow)])
-def test_nothing_overlaps_in_a_browser(site: Path, pages: str) -> None:
-    with opened_browser() as browser:
-        # The page of a wrong address has links from the root of a server, which a folder does not have.
-        for page in sorted(page for page in site.rglob(pages) if page.name != "404.html"):
-            for width in WIDTHS:
-                assert browser.open(page, width).faults() == [], f"{page.name}, {width} px"
-            browser.evaluate("localStorage.clear()")  # the site remembers a scheme
-            assert browser.open(page, scheme="dark").faults() == [], f"{page.name}, dark"
-            browser.evaluate("localStorage.clear()")
-        assert browser.console == []
+def test_nothing_overlaps_in_a_browser(site: Path, pages: str, browser: Browser) -> None:
+    # The page of a wrong address has links from the root of a server, which a folder does not have.
+    for page in sorted(page for page in site.rglob(pages) if page.name != "404.html"):
+        for width in WIDTHS:
+            assert browser.open(page, width).faults() == [], f"{page.name}, {width} px"
+        browser.evaluate("localStorage.clear()")  # the site remembers a scheme
+        assert browser.open(page, scheme="dark").faults() == [], f"{page.name}, dark"
+        browser.evaluate("localStorage.clear()")
+    assert browser.console == []

@@ -25,7 +25,7 @@ from benchmarks.testbed.nodes.links import INTERFACE, Nodes
 from benchmarks.testbed.nodes.processes import namespaces_refusal
 from tests.scripts.node_commands import NodeCommands, built_nodes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 ON_NETWORK = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": INTERFACE}
 ITERATIONS, SAVED_EVERY = 40, 5

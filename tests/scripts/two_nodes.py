@@ -81,7 +81,7 @@ class TwoNodes:
         return self.metrics.read_text().count("\n") if self.metrics.exists() else 0
 
     def exit_codes(self) -> list[int]:
-        return [process.wait(timeout=400) for process in self.processes]
+        return [process.wait() for process in self.processes]
 
     def said(self) -> str:
         return "\n".join(log.read_text()[-3000:] for log in sorted(self.folder.glob("log-*")))

@@ -3,16 +3,17 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_python(
-    *words: object, cwd: Path | None = None, timeout_s: float = 280, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run_python(*words: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run ``python WORDS…`` with these environment variables beside those of this process."""
-    options = {"cwd": cwd, "timeout": timeout_s, "env": {**os.environ, **variables}}
+    options = {"cwd": cwd, "env": {**os.environ, **variables}}
     return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **options)
 
 
@@ -21,3 +22,10 @@ def python_output(*words: object, **options: object) -> str:
     done = run_python(*words, **options)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False

@@ -1,9 +1,11 @@
-"""What the server of ranks that train has imported."""
+"""What the server of ranks with Megatron has imported, so that no rank imports it again."""
 
-from megatron_fssdp.testing import MEGATRON_PRELOAD
+from functools import partial
+
+from megatron_fssdp import testing
 
 TRAINING_PRELOAD = (
-    *MEGATRON_PRELOAD,
+    *testing.MEGATRON_PRELOAD,
     "megatron.core.models.bert.bert_model",
     "megatron.core.models.bert.bert_layer_specs",
     "megatron.core.models.mimo",
@@ -18,3 +20,5 @@ TRAINING_PRELOAD = (
     "numpy.ma",
     "tests.support.server_of_trainings",
 )
+
+run_megatron_ranks = partial(testing.run_megatron_ranks, preload=TRAINING_PRELOAD)

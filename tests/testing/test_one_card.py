@@ -1,4 +1,3 @@
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,13 +46,15 @@ def test_every_call_moves_the_data_that_nccl_would_move() -> None:
 
 
 def call_in_order(rank: int, world_size: int) -> tuple[bool, list[float]]:
-    """Rank 1 comes late, so nothing can be complete on rank 0 before it waits."""
+    """Rank 1 comes after rank 0 has looked, so nothing can be complete before rank 0 waits."""
+    store = distributed_c10d._get_default_store()
     with on_one_card():
         x, y = torch.ones(2), torch.full((2,), float(rank))
         if rank == 1:
-            time.sleep(0.5)
+            store.get("looked")
         works = [dist.all_reduce(x, async_op=True), dist.broadcast(y, 1, async_op=True)]
         was_complete = works[1].is_completed()
+        store.set("looked", "")
         for work in works:
             work.wait()
         return was_complete and rank == 0, [*x.tolist(), *y.tolist()]

@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.testing import RankError, run_megatron_ranks, run_ranks
 
+from ..support.python_process import is_running
 from .test_example import expert_parallel_size
 
 
@@ -52,10 +52,10 @@ def die_on(rank, world_size, culprit, how):
     dist.barrier()
 
 
-def die_or_raise_later(rank, world_size):
+def die_or_raise_later(rank, world_size, later_s):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
+    time.sleep(later_s)
     raise KeyError("lost my keys")
 
 
@@ -100,9 +100,12 @@ def test_an_exception_of_a_rank_is_raised_soon_with_its_traceback_and_output():
 
 
 def test_a_timeout_names_the_hanging_ranks_and_their_stacks():
-    with pytest.raises(RankError, match="time-out after 6 s; still running: rank 1, 3\n") as caught:
-        run_ranks(hang_on, 4, [1, 3], timeout_s=6)
-    assert caught.value.ranks == (1, 3)
+    for timeout_s in (2, 20, 200):  # in which the others return, also on a busy machine
+        with pytest.raises(RankError) as caught:
+            run_ranks(hang_on, 4, [1, 3], timeout_s=timeout_s)
+        if caught.value.ranks == (1, 3):
+            break
+    assert f"time-out after {timeout_s} s; still running: rank 1, 3\n" in str(caught.value)
     assert "in hang_on" in str(caught.value)
 
 
@@ -116,9 +119,9 @@ def test_a_rank_that_dies_without_an_exception_is_named(how, wanted):
 
 
 def test_a_grace_period_lets_the_other_ranks_end_by_themselves():
-    for grace_s, ranks in ((0.1, (1,)), (30, (1, 0))):
+    for grace_s, later_s, ranks in ((0.1, 600, (1,)), (600, 0.5, (1, 0))):
         with pytest.raises(RankError, match="rank 1 was ended by signal 9") as caught:
-            run_ranks(die_or_raise_later, 2, grace_s=grace_s)
+            run_ranks(die_or_raise_later, 2, later_s, grace_s=grace_s)
         assert caught.value.ranks == ranks
 
 
@@ -150,8 +153,5 @@ def test_child_processes_of_a_rank_end_with_it(tmp_path):
     with pytest.raises(RankError):
         run_ranks(start_and_die, 2, tmp_path)
     for rank in range(2):
-        status = Path(f"/proc/{(tmp_path / str(rank)).read_text()}/status")
-        deadline_s = time.monotonic() + 5
-        while status.exists() and "\nState:\tZ" not in status.read_text() and time.monotonic() < deadline_s:
+        while is_running(int((tmp_path / str(rank)).read_text())):  # or pytest's time limit ends the test
             time.sleep(0.01)
-        assert not status.exists() or "\nState:\tZ" in status.read_text()

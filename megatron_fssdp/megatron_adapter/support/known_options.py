@@ -58,10 +58,10 @@ def check_known(who: str, settings: Any, defaults: Mapping[str, Any] | None = No
                 f"depend, wanted a tested version: {pip_install('megatron-core')}"
             )
     allowed = os.environ.get(ALLOWED, "").replace(",", " ").split()
-    for name, default in defaults.items():
+    for name in sorted(defaults.keys() - known_options() - set(allowed)):
+        default = defaults[name]
         got, wanted = (" ".join(repr(value).split()) for value in (getattr(settings, name, default), default))
-        is_known = name in known_options() or name in allowed or got == wanted
-        if not is_known and not _is_derived(settings, name, default, got):
+        if got != wanted and not _is_derived(settings, name, default, got):
             raise ConfigurationError(
                 f"{who}: {name}: got {got:.80}, which this version of megatron_fssdp does not know, wanted "
                 f"its default {wanted:.80}; remove it, tell us, or set {ALLOWED}={','.join([*allowed, name])}"

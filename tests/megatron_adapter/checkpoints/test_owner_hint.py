@@ -16,7 +16,7 @@ from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
 )
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 EVEN = OwnerMap.even(2, 4, 2)
 OWNERS = [EVEN.with_owners(EVEN.device_LE[:, order]) for order in ([2, 1, 0, 3], [1, 2, 3, 0])]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..iterations.host_loops import Host
 

@@ -7,7 +7,7 @@ import pytest
 
 import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..layer.small_config import moe_config
 

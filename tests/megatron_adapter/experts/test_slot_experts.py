@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts, _blanks_like
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..grouped_linear import grouped_experts
 from ..layer.small_config import build_layer, moe_config, session_of

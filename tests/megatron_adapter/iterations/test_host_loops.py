@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.records.loads import read_loads
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..training_run import slow
 from .host_loops import LOOPS, Trained, train_under

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from .small_config import moe_config, session_of
 

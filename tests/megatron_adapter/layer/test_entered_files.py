@@ -7,7 +7,7 @@ from types import FrameType
 import torch
 
 import megatron_fssdp
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from .small_config import build_layer, moe_config
 

@@ -7,7 +7,7 @@ is replaced. Layers of Mamba need a GPU.
 from functools import partial
 from typing import Any
 
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from .small_config import moe_config, session_of
 

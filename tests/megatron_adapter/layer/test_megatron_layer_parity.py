@@ -14,7 +14,7 @@ from megatron_fssdp.config.strategy.strategy_registry import register_strategy
 from megatron_fssdp.strategies.ep.ep_settings import EpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..fused_dispatch import install_fused_dispatch
 from ..training_run import slow
@@ -167,9 +167,10 @@ PARTS, WHOLE = (2, 2, 2), (4, 1, 2)
 LAYOUTS = [PARTS, WHOLE, (2, 1, 2), (1, 2, 2), (4, 2, 2), (2, 4, 1), (2, 2, 4), (2, 1, 1)]
 
 
+@pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_output_and_all_gradients_with_every_dispatcher(cp: int) -> None:
-    _check(run_megatron_ranks(_compare_dispatchers, 4, ep=4, cp=cp), DISPATCHERS)
+def test_output_and_all_gradients_with_every_dispatcher(ep: int, cp: int) -> None:
+    _check(run_megatron_ranks(_compare_dispatchers, ep, ep=ep, cp=cp), DISPATCHERS)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])

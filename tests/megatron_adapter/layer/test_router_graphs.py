@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from .small_config import build_layer, moe_config
 

@@ -21,7 +21,8 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import (
 )
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers import slot_layer
-from megatron_fssdp.testing import MEGATRON_PRELOAD, run_ranks
+from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import TRAINING_PRELOAD
 
 from ..training_run import note, train_on_all_ranks, wrap
 
@@ -83,7 +84,7 @@ def node_devices(rank: int, world_size: int) -> list[object]:
 
 
 def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused() -> None:
-    first, second, (message,) = run_ranks(node_devices, 3, preload=MEGATRON_PRELOAD)
+    first, second, (message,) = run_ranks(node_devices, 3, preload=TRAINING_PRELOAD)
     assert first == second == [(0, 1), [0, 1], dist.default_pg_timeout.total_seconds()]
     assert message.startswith("FSSDP_PEER_PUTS:")
 

@@ -117,7 +117,7 @@ STOPPED: dict[str, tuple[str, Callable[[], None], str]] = {
 def test_all_ranks_stop_and_name_the_place(name: str, text_data: Path) -> None:
     strategy, before, said = STOPPED[name]
     with pytest.raises(RankError, match=said) as caught:
-        train(2, NO_RERUN, text_data, strategy=strategy, before=before, grace_s=60)
+        train(2, NO_RERUN, text_data, strategy=strategy, before=before, grace_s=300)
     assert sorted(caught.value.ranks) == [0, 1]
     assert f"[fssdp] rank 1 stopped in iteration {FAILS_IN}" in str(caught.value)
 
@@ -208,7 +208,7 @@ def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
     killed, more, place = KILLED[name]
     moving = f"{FSSDP} reshard_interval=2"
     whole = train(2, TRAINING, text_data, strategy=moving)
-    options: Any = {"strategy": f"{moving} {more}", "before": partial(die_after, *killed), "grace_s": 60}
+    options: Any = {"strategy": f"{moving} {more}", "before": partial(die_after, *killed), "grace_s": 300}
     with pytest.raises(RankError) as caught:
         train(2, f"{TRAINING} --save {tmp_path}", text_data, **options)
     message = str(caught.value)

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.launch.run_data import data_arguments
 from megatron_fssdp.simulation.parameter_count import count_parameters
-from megatron_fssdp.testing.parallel_state import run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
@@ -77,14 +75,13 @@ def shallow(path: Path) -> RunConfig:
     return load_run(files, ["model.num_layers=2", *frequency, *experts])
 
 
-@pytest.mark.timeout(300)
 def test_counted_parameters_equal_those_that_megatron_builds() -> None:
     runs = {path.stem: shallow(path) for path in MODELS}
     for file, overrides in OVERRIDES.items():
         path = CONFIGS / f"{file}.yaml"
         runs |= {f"{file} {words}": load_run([path], shlex.split(words)) for words in overrides}
     jobs = {name: job_of(run) for name, run in runs.items()}
-    built = run_megatron_ranks(_built_elements, 1, jobs, timeout_s=240)[0]
+    built = run_megatron_ranks(_built_elements, 1, jobs)[0]
     assert built == {
         name: count_parameters(run.model, run.data.vocab_size).total for name, run in runs.items()
     }

@@ -28,7 +28,7 @@ from ..training_run import (
 )
 from .parity.test_strategy_parity import cheap_links
 
-WORLD_SIZE, LIMIT_S = 4, 400.0
+WORLD_SIZE = 4
 # The server imports Megatron without the patches for CPU ranks.
 PRELOAD = tuple(entry for entry in TRAINING_PRELOAD if not entry.endswith(":install"))
 # Parameters are drawn on the host, as the launcher has it on CPU ranks. Megatron moves them to the device
@@ -119,8 +119,10 @@ def train_virtually(
     arguments, variables = without_variables(arguments)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_FSSDP_DEVICE": "cuda"}
     environment |= {"LOCAL_WORLD_SIZE": str(num_ranks), **variables}
-    argv, limits = command_line(VIRTUAL_GPT, arguments, data), {"timeout_s": LIMIT_S, "preload": PRELOAD}
-    runs: list[VirtualRun] = run_ranks(train_on_device, num_ranks, argv, before, env=environment, **limits)  # type: ignore[arg-type]
+    argv = command_line(VIRTUAL_GPT, arguments, data)
+    runs: list[VirtualRun] = run_ranks(
+        train_on_device, num_ranks, argv, before, env=environment, preload=PRELOAD
+    )
     for rank, run in enumerate(runs):
         assert not run.training.exit_code, f"rank {rank}:\n{run.training.errors[-3000:]}"
         assert run.counts["operator"] > 0  # on the CUDA branches
@@ -145,7 +147,7 @@ def train_on_device(
 
 def train_on_cpu(arguments: str, data: Path) -> list[TrainingRun]:
     arguments = f"{arguments} --distributed-backend gloo"
-    return train_on_all_ranks(WORLD_SIZE, arguments, data, model=VIRTUAL_GPT, timeout_s=LIMIT_S)
+    return train_on_all_ranks(WORLD_SIZE, arguments, data, model=VIRTUAL_GPT)
 
 
 def assert_clean(runs: list[VirtualRun]) -> None:

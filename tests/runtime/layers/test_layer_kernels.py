@@ -104,7 +104,7 @@ def count(rank: int, world_size: int) -> dict[str, list[Counter[str]]]:
 
 
 def test_12_replicas_add_few_batches_and_kernels_to_a_layer() -> None:
-    for of_placement in run_ranks(count, RANKS, preload=PRELOAD, timeout_s=300):
+    for of_placement in run_ranks(count, RANKS, preload=PRELOAD):
         owners, everywhere = of_placement["owners"], of_placement["everywhere"]
         assert [one["batch"] for one in owners] == [0, 0]
         assert all(0 < one["batch"] <= 3 * LAYERS for one in everywhere)

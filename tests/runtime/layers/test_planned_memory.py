@@ -69,7 +69,7 @@ def peaks(rank: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def test_replicas_take_at_most_what_the_accounting_says() -> None:
-    found_SC = np.array(run_ranks(peaks, 4, preload=PRELOAD, timeout_s=200))
+    found_SC = np.array(run_ranks(peaks, 4, preload=PRELOAD))
     for case, (with_replicas, without) in zip(CASES, found_SC.max(axis=0), strict=True):
         of = expert_memory(
             held=HeldReplicas(case.life, PipelineStage((LAYERS,)), case.schedule.count("F")),

@@ -40,7 +40,6 @@ def test_losses_equal_stock_megatron(text_data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_equal_stock_megatron_in_more_layouts(name: str, text_data: Path, tmp_path: Path) -> None:
     _compare(name, text_data, tmp_path, [*SCHEDULES, FSSDP], 20)
