@@ -83,7 +83,7 @@ def _write_loads_report(
     from megatron_fssdp.cli.analysis.what_if import ranked_settings, ranking_of_loads
     from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.files.written_files import refuse_special_file, refuse_unwritable
-    from megatron_fssdp.report.simulations.loads_page import loads_page
+    from megatron_fssdp.report.simulations.simulation_page import loads_page
     from megatron_fssdp.report.simulations.simulation_report import ranking_data
     from megatron_fssdp.simulation.moe_job import job_of_run
 

@@ -13,7 +13,7 @@ from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.report.colours import TIME_PARTS, column_name
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
-from megatron_fssdp.report.units import format_bytes, format_flops
+from megatron_fssdp.report.units import format_bytes, format_flops, format_memory
 
 WEIGHTS, GRADIENTS = "waiting for spAG", "waiting for spRS"  # keys of TIME_PARTS
 
@@ -85,6 +85,9 @@ def measures_of(run: RecordedRun) -> Iterator[Measure]:
         rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
         text = format_flops(rate) + (f" ({session.shared_cores})" if session.shared_cores else "")
         yield Measure("flops_per_s_per_device", "compute of a device: median", rate, text)
+    if peaks := peak_memory(run):
+        sizes = f"{format_memory(min(peaks))} to {format_memory(max(peaks))}"
+        yield Measure("peak_memory_bytes", "peak memory: of all ranks", max(peaks), sizes)
     for part, seconds in mean_parts_s(run).items() if has_layer_parts(run) else ():
         if seconds:
             label = f"ms of an iteration: {TIME_PARTS[part].name}"
@@ -135,10 +138,10 @@ def replicas_of(run: RecordedRun) -> tuple[float, int | None]:
     return mean, None if run.placements is None else run.placements.most_replicas
 
 
-def peak_memory(run: RecordedRun) -> tuple[tuple[int, ...], str]:
-    """Return the last recorded peak of each global rank, in bytes, and the kind of memory; or nothing."""
-    found = ((metrics.rank_peak_bytes, metrics.rank_memory or "") for metrics in reversed(run.metrics))
-    return next((peak for peak in found if peak[0]), ((), ""))
+def peak_memory(run: RecordedRun) -> tuple[int, ...]:
+    """Return the last recorded peak of each global rank, in bytes; nothing if there is none."""
+    peaks = (metrics.rank_peak_bytes for metrics in reversed(run.metrics))
+    return next(filter(None, peaks), ())
 
 
 def spread_of(one: ShownRun, key: str) -> Spread | None:
