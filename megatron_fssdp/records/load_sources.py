@@ -11,7 +11,6 @@ from megatron_fssdp.records.own_counts import read_csv_counts, read_npy_counts
 from megatron_fssdp.records.rank_traces import (
     ROUTER_TRACES,
     TOKENS_PER_EXPERT,
-    OnProgress,
     RoutedModel,
     read_rank_traces,
 )
@@ -33,12 +32,7 @@ def _is_record(path: Path) -> bool:
     return True
 
 
-def read_any_loads(
-    path: Path,
-    model: RoutedModel,
-    most: int | None = None,
-    on_progress: OnProgress = lambda done, total: None,
-) -> tuple[RecordedLoads, str]:
+def read_any_loads(path: Path, model: RoutedModel, most: int | None = None) -> tuple[RecordedLoads, str]:
     """Read the loads of a folder or file, and say how they were read, if that is a question.
 
     Of traces, only the first ``most`` iterations are read if it is given.
@@ -55,7 +49,7 @@ def read_any_loads(
     if found == [LOADS_FILE] or not found:
         return read_loads(path.parent if path.is_file() else path), ""
     if path.is_dir():
-        loads, note = read_rank_traces(path, found[0], model, most, on_progress)
+        loads, note = read_rank_traces(path, found[0], model, most)
         return loads, f"{'router traces' if found[0] == ROUTER_TRACES else 'tokens per expert'} {note}"
     if found in ([".npy"], [".npz"]):
         return read_npy_counts(path), ""

@@ -83,6 +83,7 @@ def _write_loads_report(
     from megatron_fssdp.cli.analysis.what_if import ranked_settings, ranking_of_loads
     from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.files.written_files import refuse_special_file, refuse_unwritable
+    from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
     from megatron_fssdp.report.simulations.simulation_page import loads_page
     from megatron_fssdp.report.simulations.simulation_report import ranking_data
     from megatron_fssdp.simulation.moe_job import job_of_run
@@ -91,7 +92,8 @@ def _write_loads_report(
     refuse_unwritable(page, "--out")
     config = load_run(model or ranking.recorded_settings(source), changes)
     console, name = Console(markup=False, stderr=as_json), Path(source).resolve().name
-    record, note = ranking.loads_with_progress(source, job_of_run(config), console)
+    with console.status(f"reading {source}"):
+        record, note = loads_for_job(source, job_of_run(config))
     simulated = None
     if cluster is not None:
         with console.status("simulating"):
@@ -245,7 +247,7 @@ def simulate_command(
     from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.files.written_files import refuse_foreign, refuse_unwritable, written_whole
     from megatron_fssdp.report.simulations import simulation_page as pages
-    from megatron_fssdp.report.simulations.simulated_loads import simulated_stage
+    from megatron_fssdp.report.simulations.simulated_loads import loads_for_job, simulated_stage
     from megatron_fssdp.report.simulations.simulation_report import write_report
     from megatron_fssdp.simulation.moe_job import job_of_run
 
@@ -260,7 +262,8 @@ def simulate_command(
     chosen = {name: ranking.settings_of(name, run, moe_strategy_set or ()) for name in names}
     ranking.refuse_unknown_keys(moe_strategy_set or (), chosen)
     console = Console(markup=False)
-    record, note = ranking.loads_with_progress(loads, job_of_run(run), console, slice(iterations), seed)
+    with console.status(f"reading {loads}"):
+        record, note = loads_for_job(loads, job_of_run(run), slice(iterations), seed)
     job, record, links, words = simulated_stage(run, record, described, stage)
     note, count = "; ".join(filter(None, (note, words))), len(record.iterations)
     title = f"{loads} on {described.name}: {count} iterations, {' + '.join(path.name for path in models)}"
