@@ -167,5 +167,5 @@ def test_the_table_has_rows_where_a_run_has_something(tmp_path: Path) -> None:
     assert rows["re-shards: moved experts, bytes, seconds"] == ("–", "1: 3 experts, 300 B, 0.20 s")
     assert rows["hidden under compute: weights (spAG)"] == ("–", "90%")
     assert rows["bytes moved: gradients (spRS)"] == ("0 B", "30 kB")
-    assert rows["loss: largest difference"] == ("", "0.0e+00 relative")
+    assert rows["loss: largest difference"] == ("–", "0.0e+00 relative")
     assert rows["replicas per layer"] == ("0.0 of 24 possible", "3.0 of 24 possible")

@@ -47,25 +47,22 @@ class Spread(NamedTuple):
 
 def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Table:
     """Return all figures of runs side by side. Losses are compared with those of the first run."""
-    columns = [{measure.label: measure.text for measure in measures_of(shown.run)} for shown in runs]
+    first = runs[0].run
+    columns = [{found.label: found.text for found in measures_of(shown.run, first)} for shown in runs]
     for column in columns if not_comparable(runs) else ():
         column.update({label: "not comparable" for label in column if label.startswith("tokens/s")})
     labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
     rows = [(label, *(found.get(label, "–") for found in columns)) for label in labels]
     if not with_losses:
         rows = [row for row in rows if not row[0].startswith("loss")]
-    elif len(runs) > 1:
-        differences = [largest_difference(runs[0].run, shown.run) for shown in runs[1:]]
-        texts = [
-            "no common iteration" if difference is None else f"{difference:.1e} relative"
-            for difference in differences
-        ]
-        rows.append(("loss: largest difference", "", *texts))
     return Table(("", *(shown.name for shown in runs)), tuple(rows))
 
 
-def measures_of(run: RecordedRun) -> Iterator[Measure]:
-    """Yield the figures of one run. What it did not record is left out."""
+def measures_of(run: RecordedRun, first: RecordedRun | None = None) -> Iterator[Measure]:
+    """Yield the figures of one run. Its losses are compared with those of the ``first``, if it is another.
+
+    What the run did not record is left out.
+    """
     iterations = progress_of(run).replace(" iterations", "")
     yield Measure("iterations", "iterations", len(run.metrics), iterations)
     for which, loss in (("first", float(run.losses[0])), ("last", float(run.losses[-1]))):
@@ -75,6 +72,10 @@ def measures_of(run: RecordedRun) -> Iterator[Measure]:
         if last := next(of_data, None):
             text = f"{last.loss:.4f} ({last.iteration:,})"
             yield Measure(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text)
+    if first not in (None, run):
+        difference = largest_difference(first, run)
+        text = "no common iteration" if difference is None else f"{difference:.1e} relative"
+        yield Measure("largest_loss_difference", "loss: largest difference", difference, text)
     if run.layers:
         yield from _loads(run)
     speed = Spread.of(run.arrays["tokens_per_s_I"])
