@@ -26,7 +26,7 @@ from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings import measures
 from megatron_fssdp.report.trainings.measures import largest_difference, mean_parts_s
 from megatron_fssdp.report.trainings.placement_sections import micro_batch_sections, placement_section
-from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable, parts_of, progress_of
+from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable, progress_of
 from megatron_fssdp.report.units import format_memory, format_seconds
 
 _MOST_EXPLAINED = 3  # more runs have only their speed and loads in the sentence at the top
@@ -73,10 +73,10 @@ def _sizes(one: ShownRun) -> str:
 
 
 def settings_table(runs: Sequence[ShownRun]) -> Table:
-    """Return the settings in which runs differ."""
+    """Return the settings in which runs differ, without one that is their names: the strategy's."""
     differing = differing_settings([shown.run.settings for shown in runs])
     names = tuple(shown.name for shown in runs)
-    rows = tuple((key, *values) for key, values in differing.items())
+    rows = tuple((key, *values) for key, values in differing.items() if values != names)
     return Table(("setting", *names), rows, frozenset(names))
 
 
@@ -89,25 +89,11 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
     if (differing := settings_table(runs)).rows:
         sentence = "The runs have the same settings, except for these. –: not set."
         sections.append(Section("Settings that differ", sentence, [differing]))
-    rows = []
-    for shown in runs:
-        parts = parts_of(shown.run)
-        for strategy, records in parts if len(parts) > 1 or shown.run.stops else ():
-            first, last = records[0], records[-1]
-            loads = [layer.load_max_over_mean for record in records for layer in record.layers]
-            part = f"{shown.name}, iterations {first.iteration:,} to {last.iteration:,}"
-            losses = f"{first.lm_loss:.4f} → {last.lm_loss:.4f}"
-            rows.append((part, strategy, losses, f"{sum(loads) / len(loads):.2f}" if loads else "–"))
-    if rows:
-        sentence = (
-            "A resumed run has one part for each start. It repeats the iterations after its last checkpoint, "
-            "and only the repetition is shown."
-        )
-        stops = [
-            f"{shown.name}: stopped after iteration {stop}." for shown in runs for stop in shown.run.stops
-        ]
-        table = Table(("part", "strategy", "loss", "load max/mean"), tuple(rows))
-        sections.append(Section("Parts and interruptions", sentence, [table, *stops]))
+    if stops := [
+        f"{shown.name}: stopped after iteration {stop}." for shown in runs for stop in shown.run.stops
+    ]:
+        sentence = "A resumed run repeats what came after its last checkpoint. Only the repetition is shown."
+        sections.append(Section("Interruptions", sentence, stops))
     return sections
 
 
@@ -118,6 +104,10 @@ def _loss_section(runs: Sequence[ShownRun]) -> Section:
     ]
     figure = curves("", "loss", lines, ".4f", 340)
     for shown in runs:
+        for start in shown.run.metrics[1:]:
+            if start.session is not None:
+                words = f"{shown.name}: resumed with {start.session.strategy}"
+                figure.add_vline(start.iteration - 0.5, line_color=shown.colour, annotation_text=words)
         for data in dict.fromkeys(evaluation.data for evaluation in shown.run.evaluations):
             found = [evaluation for evaluation in shown.run.evaluations if evaluation.data == data]
             symbol = "circle-open" if data == "validation" else "diamond-open"
