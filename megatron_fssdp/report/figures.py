@@ -21,7 +21,7 @@ _MOST_COLUMNS = 300  # of a heat map
 _MOST_CELLS = 400_000  # of all heat maps of a page, which keeps it at a few megabytes
 # Blue is idle, pale is even, orange to brown is overloaded. Colour-blind readers can distinguish both ends.
 _IDLE, _UNDER, _EVEN, _OVER, _CROWDED = "#08306B", "#6BAED6", "#F2EFE6", "#F28E2B", "#7F2704"
-_NUMBERS = [(0.0, "rgba(138,143,152,0.16)"), (0.001, "#FBD5A8"), (0.5, _OVER), (1.0, _CROWDED)]
+_NUMBERS = [(0.0, "rgba(138,143,152,0.16)"), (0.001, "#FBD5A8"), (1.0, "#D94801")]
 
 
 class Line(NamedTuple):

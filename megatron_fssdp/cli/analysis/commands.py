@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.shared_options import Paths, Texts, key_values, run_files, strategy_list
+from megatron_fssdp.cli.shared_options import (
+    Paths,
+    Texts,
+    key_values,
+    plain_console,
+    run_files,
+    strategy_list,
+)
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.shipped_files import known_clusters
 
@@ -119,8 +126,6 @@ def simulate_command(
     seed: Annotated[int, typer.Option(min=0, help="Seed of generated loads.")] = 0,
 ) -> None:
     """Predict which strategy is fastest on a cluster, from recorded or generated loads."""
-    from rich.console import Console
-
     from megatron_fssdp.cli.analysis import strategy_ranking as ranking
     from megatron_fssdp.cli.analysis.page_files import print_lines
     from megatron_fssdp.config.cluster_description import cluster_yaml
@@ -141,7 +146,7 @@ def simulate_command(
     described = ranking.described_cluster(cluster, cluster_set or ())
     chosen = {name: ranking.settings_of(name, run, moe_strategy_set or ()) for name in names}
     ranking.refuse_unknown_keys(moe_strategy_set or (), chosen)
-    console = Console(markup=False)
+    console = plain_console()
     with console.status(f"reading {loads}"):
         record, note = loads_for_job(loads, job_of_run(run), slice(iterations), seed)
     job, record, links, words = simulated_stage(run, record, described, stage)
@@ -165,4 +170,4 @@ def simulate_command(
     if plots:  # a page that fails does not cost the numbers
         pages.simulation_page(report, record, described, job).write(out / pages.PAGE_FILE)
         page = f"{out / pages.PAGE_FILE} (open it in a browser), "
-    console.print(f"wrote {page}tables to {out}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {page}tables to {out}")

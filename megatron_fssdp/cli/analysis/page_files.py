@@ -9,6 +9,7 @@ from rich.table import Table
 
 from megatron_fssdp.cli.analysis.strategy_ranking import recorded_settings
 from megatron_fssdp.cli.analysis.what_if import ranked_settings, ranking_of_loads, what_if
+from megatron_fssdp.cli.shared_options import plain_console
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.files.written_files import refuse_special_file, refuse_unwritable
@@ -38,7 +39,7 @@ def write_loads_page(
     _refuse(path, cluster, strategies)
     refuse_unwritable(path, "--out")
     config = load_run(model or recorded_settings(source), changes)
-    console, name = Console(markup=False, stderr=as_json), Path(source).resolve().name
+    console, name = plain_console(stderr=as_json), Path(source).resolve().name
     with console.status("reading" if cluster is None else "simulating"):
         record, note = loads_for_job(source, job_of_run(config))
         simulated = None
@@ -66,7 +67,7 @@ def write_run_page(
     _refuse(path, cluster, strategies)
     if len({one.resolve() for one in paths}) < len(paths):
         raise ConfigurationError("compare: got the same run twice, wanted different runs; give each one once")
-    runs, console = shown_runs(paths), Console(markup=False, stderr=as_json)
+    runs, console = shown_runs(paths), plain_console(stderr=as_json)
     refuse_unwritable(path, "--out")
     settings = [shown.run.settings for shown in runs]
     obstacle = loss_obstacle(settings)
@@ -106,7 +107,7 @@ def print_lines(console: Console, *lines: str | Table) -> None:
     """Print sentences and tables. A log keeps each sentence on one line, so that a search finds it."""
     for line in filter(None, lines):
         wraps = console.is_terminal or not isinstance(line, str)
-        console.print(line, highlight=False, soft_wrap=not wraps)
+        console.print(line, soft_wrap=not wraps)
 
 
 def _refuse(path: Path, cluster: str | None, strategies: Sequence[str]) -> None:

@@ -124,7 +124,7 @@ def ranked_strategies(
         nonlocal step
         step = words
         if not console.is_terminal:
-            console.print(words, highlight=False)
+            console.print(words)
 
     def on_plan(iteration: int, layer: int, plan: LayerPlan) -> None:
         status.update(f"{step}: iteration {iteration + 1}")

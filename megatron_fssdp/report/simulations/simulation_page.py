@@ -120,7 +120,7 @@ def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str 
 
 def what_if_section(report: SimulationReport) -> Section:
     """Show the ranking on a page of loads or runs."""
-    return ranking_section(report, "What if: strategies ranked on a cluster", f"{report.title}. ")
+    return ranking_section(report, "What if: strategies ranked on a cluster", f"Simulated: {report.title}. ")
 
 
 def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[str, str]) -> Section:

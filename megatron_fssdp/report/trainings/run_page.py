@@ -29,7 +29,7 @@ from megatron_fssdp.report.trainings.placement_sections import micro_batch_secti
 from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable, progress_of
 from megatron_fssdp.report.units import format_memory, format_seconds
 
-_MOST_EXPLAINED = 3  # more runs have only their speed and loads in the sentence at the top
+_MOST_EXPLAINED = 2  # more runs have only their speed and loads in the sentence at the top
 
 
 def run_page(
