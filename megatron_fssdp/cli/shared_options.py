@@ -4,14 +4,11 @@ Help texts do not import the registry of strategies, because that takes long.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from megatron_fssdp.config.shipped_files import shipped_runs
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SHIPPED_NAMES = "none, ep, fssdp, fastermoe, prophet, quota, smartmoe, flexmoe, parm, auto"
 """Strategies that come with the package."""
@@ -55,7 +52,7 @@ def strategy_list(verb: str, more: str = "") -> Any:
     return typer.Option(help=f"{words}{SYSTEM_NAMES}.{more}", autocompletion=simulated_names)
 
 
-def plain_console(*, stderr: bool = False) -> "Console":
+def plain_console(*, stderr: bool = False) -> Any:
     """Return a console that prints words as they are: without colours of numbers, and on one line."""
     from rich.console import Console
 
