@@ -50,14 +50,12 @@ def device_load_section(shown: Sequence[DeviceLoads], missing: Sequence[str] = (
         if not is_plain:
             loads = {"before (plain EP)": one.before_IL, "after": one.after_IL}
             before_I = one.before_IL.mean(axis=1)
-            name = "before (plain EP), mean of layers"
-            lines += [] if lines else [figures.Line(name, figures.GREY, x, before_I, "dash")]
-        lines.append(figures.Line(f"{one.name}, mean of layers", one.colour, x, one.after_IL.mean(axis=1)))
-        lines.append(figures.Line(f"{one.name}, worst layer", one.colour, x, one.after_IL.max(axis=1), "dot"))
+            lines += [] if lines else [figures.Line("before (plain EP)", figures.GREY, x, before_I, "dash")]
+        lines.append(figures.Line(one.name, one.colour, x, one.after_IL.mean(axis=1)))
         if len(shown) == 1 or not is_plain:
             names, heading = list(map(str, one.layers)), f"{one.name}: every layer"
             maps.append(figures.heat_maps(heading, "layer", "max / mean", x, loads, names))
-    figure = figures.device_loads("Busiest device, max / mean", lines)
+    figure = figures.device_loads("Busiest device, mean of layers", lines)
     return Section(title, sentence, [figure, *maps, *missing])
 
 

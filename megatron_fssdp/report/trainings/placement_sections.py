@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_fssdp.planning.load_changes import LOAD_CHANGES, load_changes, plain_load
+from megatron_fssdp.planning.load_changes import LOAD_CHANGES, load_changes
 from megatron_fssdp.report import figures
 from megatron_fssdp.report.load_sections import NO_LAYERS
 from megatron_fssdp.report.page import Part, Section
@@ -19,7 +19,6 @@ _MOST_SEARCHED = 400  # micro-batches for which replicas are planned
 
 def micro_batch_sections(runs: Sequence[ShownRun]) -> list[Section]:
     """Show how loads differ between micro-batches, if runs have recorded them."""
-    lines: list[figures.Line] = []
     rows: list[tuple[str, ...]] = []
     for shown in runs:
         loads, placed = shown.run.micro_batch_loads, shown.run.placements
@@ -27,10 +26,6 @@ def micro_batch_sections(runs: Sequence[ShownRun]) -> list[Section]:
             continue
         owned, x = placed.owned_ILED, loads.iterations
         counts_IZLDE = loads.counts_IZLDE[..., : owned[0, 0].size // owned[0, 0].sum(), :]
-        worst_I = plain_load(counts_IZLDE).max(axis=1).mean(axis=1)
-        load_I = plain_load(counts_IZLDE.sum(axis=1)).mean(axis=1)
-        lines.append(figures.Line(f"{shown.name}, worst micro-batch", shown.colour, x, worst_I, "dot"))
-        lines.append(figures.Line(f"{shown.name}, iteration", shown.colour, x, load_I))
         slots = int((placed.present_ILED & ~owned).sum(axis=2).max()) or 2
         most = min(50, -(-_MOST_SEARCHED // len(loads.layers)))
         for i, layer in enumerate(loads.layers):
@@ -41,13 +36,11 @@ def micro_batch_sections(runs: Sequence[ShownRun]) -> list[Section]:
     if not rows:
         return []
     sentence = (
-        "Max/mean device load under plain expert parallelism; the picture has means of layers. Alike: share "
-        "of load on the same experts as one before. Jumps: more has moved than drift explains. Removed: part "
-        "of a micro-batch's max/mean - 1 without which it would be with replicas that these counts plan, in "
-        "as many slots as the run had, or 2."
+        "Max/mean device load under plain expert parallelism. Alike: share of load on the same experts as "
+        "one before. Jumps: more has moved than drift explains. Removed: part of a micro-batch's max/mean - 1 "
+        "that replicas, planned by these counts, would remove, in as many slots as the run had, or 2."
     )
-    parts = [figures.device_loads("", lines), Table(("", *LOAD_CHANGES), tuple(rows))]
-    return [Section("Between micro-batches", sentence, parts)]
+    return [Section("Between micro-batches", sentence, [Table(("", *LOAD_CHANGES), tuple(rows))])]
 
 
 def placement_section(runs: Sequence[ShownRun]) -> Section:
