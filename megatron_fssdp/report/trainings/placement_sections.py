@@ -37,8 +37,8 @@ def micro_batch_sections(runs: Sequence[ShownRun]) -> list[Section]:
         return []
     sentence = (
         "Max/mean device load under plain expert parallelism. Alike: share of load on the same experts as "
-        "one before. Jumps: more has moved than drift explains. Removed: part of a micro-batch's max/mean - 1 "
-        "that replicas, planned by these counts, would remove, in as many slots as the run had, or 2."
+        "one before. Jumps: more has moved than drift explains. Removed: part of a micro-batch's max/mean "
+        "- 1 that replicas, planned by these counts, would remove, in as many slots as the run had, or 2."
     )
     return [Section("Between micro-batches", sentence, [Table(("", *LOAD_CHANGES), tuple(rows))])]
 
