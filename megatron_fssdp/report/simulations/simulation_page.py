@@ -209,13 +209,11 @@ def _memory_section(report: SimulationReport) -> Section:
 
 def _assumptions_section(cluster: ClusterDescription) -> Section:
     data = flat_settings(cluster.model_dump(exclude={"name", "sources"}, exclude_none=True))
-    rows = tuple(
-        (key, f"{value:,.6g}", cluster.sources.get(key.partition(".")[0], cluster.name))
-        for key, value in data.items()
-    )
+    rows = tuple((key, f"{value:,.6g}") for key, value in data.items())
+    sources = [f"{key}: {source.rstrip('.')}." for key, source in cluster.sources.items()]
     sentence = (
         "The results are as good as these figures of the cluster. Their source is the paper, the data sheet "
         "or the assumption that the cluster's description names; “megatron-fssdp profile” measures a cluster "
         "instead. The sizes of the model are those of the run's settings."
     )
-    return Section("What is assumed", sentence, [Table(("", "value", "source"), rows, frozenset(["source"]))])
+    return Section("What is assumed", sentence, [Table(("", "value"), rows), *sources])

@@ -92,8 +92,10 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
     if stops := [
         f"{shown.name}: stopped after iteration {stop}." for shown in runs for stop in shown.run.stops
     ]:
-        sentence = "A resumed run repeats what came after its last checkpoint. Only the repetition is shown."
-        sections.append(Section("Interruptions", sentence, stops))
+        stops.append(
+            "A resumed run repeats what came after its last checkpoint; only the repetition is shown."
+        )
+        sections.append(Section("Interruptions", " ".join(stops)))
     return sections
 
 
@@ -107,7 +109,8 @@ def _loss_section(runs: Sequence[ShownRun]) -> Section:
         for start in shown.run.metrics[1:]:
             if start.session is not None:
                 words = f"{shown.name}: resumed with {start.session.strategy}"
-                figure.add_vline(start.iteration - 0.5, line_color=shown.colour, annotation_text=words)
+                line = {"color": shown.colour, "dash": "dot", "width": 1}
+                figure.add_vline(start.iteration - 0.5, line=line, annotation_text=words)
         for data in dict.fromkeys(evaluation.data for evaluation in shown.run.evaluations):
             found = [evaluation for evaluation in shown.run.evaluations if evaluation.data == data]
             symbol = "circle-open" if data == "validation" else "diamond-open"
