@@ -162,7 +162,7 @@ def test_the_table_has_rows_where_a_run_has_something(tmp_path: Path) -> None:
     ep = write_made_run(tmp_path / "ep", "ep", num_iterations=3)
     fssdp = write_made_run(tmp_path / "fssdp")
     rows = {row[0]: row[1:] for row in comparison_table(shown_runs([ep, fssdp])).rows}
-    assert rows["re-shards: moved experts, bytes, seconds"] == ("–", "1: 3 experts, 300 B, 0.20 s")
+    assert rows["re-shards: moved experts, bytes, seconds"] == ("–", "1: 3, 300 B, 0.20 s")
     assert rows["hidden under compute: weights (spAG)"] == ("–", "90%")
     assert rows["bytes moved: gradients (spRS)"] == ("0 B", "30 kB")
     assert rows["loss: largest difference"] == ("–", "0.0e+00 relative")

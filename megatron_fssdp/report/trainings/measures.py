@@ -108,7 +108,7 @@ def measures_of(run: RecordedRun, first: RecordedRun | None = None) -> Iterator[
         yield Measure("cross_node_tokens", label, crossed, f"{crossed:,}")
     if times := int((run.arrays["resharded_experts_I"] > 0).sum()):
         experts, moved = total("resharded_experts_I"), total("reshard_bytes_I")
-        text = f"{times}: {experts:,.0f} experts, {format_bytes(moved)}, {total('reshard_s_I'):.2f} s"
+        text = f"{times}: {experts:,.0f}, {format_bytes(moved)}, {total('reshard_s_I'):.2f} s"
         yield Measure("reshards", "re-shards: moved experts, bytes, seconds", times, text)
 
 
