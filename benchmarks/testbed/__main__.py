@@ -319,8 +319,8 @@ def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int
 
     from benchmarks.testbed.testbed_loads import replay
     from megatron_fssdp.config.errors import ConfigurationError
+    from megatron_fssdp.records.load_sources import MICRO_BATCH_COUNTS
     from megatron_fssdp.records.loads import read_loads
-    from megatron_fssdp.records.own_counts import MICRO_BATCH_COUNTS
     from megatron_fssdp.simulation.workloads import (
         WORKLOADS,
         WorkloadShape,

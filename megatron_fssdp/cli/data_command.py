@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_fssdp.cli.shared_options import plain_console
+
 
 def data_build_command(
     out: Annotated[Path, typer.Option(help="Folder to write the data to.")],
@@ -35,4 +37,6 @@ def data_build_command(
     """Tokenize text into Megatron's indexed data. Data that is up to date is not built again."""
     from megatron_fssdp.launch.run_data import build_with_progress
 
-    build_with_progress(paths or [], out, tokenizer, vocab_size, rebuild, json_key, eod_token)
+    build_with_progress(
+        plain_console(), paths or [], out, tokenizer, vocab_size, rebuild, json_key, eod_token
+    )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_fssdp import __version__
-from megatron_fssdp.cli.shared_options import Paths, run_files
+from megatron_fssdp.cli.shared_options import Paths, plain_console, run_files
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
@@ -38,8 +38,6 @@ def doctor_command(
     ] = False,
 ) -> None:
     """Check whether a training can run on this machine, and say what to do if it cannot."""
-    from rich.console import Console
-
     run, folders = None, [("--checkpoints", checkpoints)] if checkpoints is not None else []
     if config:
         from megatron_fssdp.launch.train_request import TrainRequest
@@ -52,7 +50,7 @@ def doctor_command(
         return  # under torchrun, one rank of each machine reports
     from megatron_fssdp.megatron_adapter.diagnosis import examination
 
-    with Console(stderr=True).status("importing torch and Megatron"):
+    with plain_console(stderr=True).status("importing torch and Megatron"):
         findings = examination.examine_machine(run, folders)
     problems = [finding for finding in findings if finding.verdict == "problem"]
     if for_issue:
@@ -76,11 +74,10 @@ def _issue_block(findings: "Sequence[Finding]", torch_report: str) -> str:
 
 def _print_report(findings: "Sequence[Finding]", num_problems: int, subject: str) -> None:
     """Print a table, the next steps, and then what can run or the number of problems."""
-    from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
 
-    console, found = Console(markup=False), Column("found", overflow="fold")
+    console, found = plain_console(), Column("found", overflow="fold")
     title = Text(f"megatron-fssdp {__version__} on {socket.gethostname()}")
     table = Table("check", found, Column("verdict", no_wrap=True), title=title, title_justify="left")
     for each in findings:
@@ -89,11 +86,11 @@ def _print_report(findings: "Sequence[Finding]", num_problems: int, subject: str
     for each in sorted(findings, key=lambda one: one.verdict == "problem"):
         if each.advice:
             line = Text.assemble((each.verdict, _STYLES[each.verdict]), f": {each.name}: {each.advice}")
-            console.print(line, soft_wrap=True)
+            console.print(line)
     hint = "to report a problem of the project, paste the output of megatron-fssdp doctor --issue"
-    console.print(hint, highlight=False, soft_wrap=True)
+    console.print(hint)
     ending = f"OK: {len(findings)} checks found no problem; {subject} can run on this machine"
     if num_problems:
         ending = f"problems: {num_problems}; follow the advice above, then run the command again"
     style = _STYLES["problem" if num_problems else "ok"]
-    console.print(ending, style=style, highlight=False, soft_wrap=True)
+    console.print(ending, style=style)

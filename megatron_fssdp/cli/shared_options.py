@@ -1,4 +1,4 @@
-"""Options that several commands have, and the names that a shell completes for them.
+"""Options and the console that several commands have, and the names that a shell completes.
 
 Help texts do not import the registry of strategies, because that takes long.
 """
@@ -50,3 +50,10 @@ def strategy_list(verb: str, more: str = "") -> Any:
     """Return an option for strategies to rank or simulate, and for systems of others."""
     words = f"Strategies to {verb}, separated by commas, of {SHIPPED_NAMES}, and systems of others: "
     return typer.Option(help=f"{words}{SYSTEM_NAMES}.{more}", autocompletion=simulated_names)
+
+
+def plain_console(*, stderr: bool = False) -> Any:
+    """Return a console that prints words as they are: without colours of numbers, and on one line."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, soft_wrap=True, stderr=stderr)

@@ -17,7 +17,7 @@ from megatron_fssdp.files.written_files import refuse_non_folder, refuse_unwrita
 from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason
 from megatron_fssdp.launch.run_folder import RunFolder, RunState
 from megatron_fssdp.launch.train_request import TrainRequest
-from megatron_fssdp.launch.training import INTERRUPTIONS, check_startable, say, train
+from megatron_fssdp.launch.training import INTERRUPTIONS, check_startable, train
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 from megatron_fssdp.records.run_settings import flat_settings
 from megatron_fssdp.report.tables import terminal_table
@@ -77,13 +77,13 @@ class Sweep:
         finally:
             run_lock.release(self._folder)
         for run, reason in self._failures.items():
-            say(self._console, f"failed: {run.folder}: {reason}", style="red")
+            self._console.print(f"failed: {run.folder}: {reason}", style="red")
         finished = f"{list(states.values()).count('finished')} of {len(states)} runs are finished"
         if code:
-            say(self._console, f"interrupted; {finished}; the same command continues the sweep")
+            self._console.print(f"interrupted; {finished}; the same command continues the sweep")
         elif self._failures:
             failed = f"{len(self._failures)} failed"
-            say(self._console, f"{finished}, {failed}; the same command runs them again")
+            self._console.print(f"{finished}, {failed}; the same command runs them again")
         return code or int(bool(self._failures))
 
     def _states(self) -> dict[PlannedRun, RunState]:
@@ -94,18 +94,18 @@ class Sweep:
         states, seconds = self._states(), list[float]()
         pending = [run for run, state in states.items() if state != "finished"]
         if done := len(states) - len(pending):
-            say(self._console, f"{self._folder}: {done} of {len(states)} runs are finished already")
+            self._console.print(f"{self._folder}: {done} of {len(states)} runs are finished already")
         for number, run in enumerate(pending, start=done + 1):
             left = ""
             if seconds:
                 left_s = round(median(seconds) * (len(states) - number + 1))
                 left = " (all runs: about {}:{:02d} left)".format(*divmod(left_s, 60))
-            say(self._console, f"run {number} of {len(states)}: {run.folder}{left}", style="bold")
+            self._console.print(f"run {number} of {len(states)}: {run.folder}{left}", style="bold")
             begin = time.monotonic()
             try:
                 code = self._run_one(run, states[run])
             except ConfigurationError as error:
-                say(self._console, f"error: {error}", style="red")
+                self._console.print(f"error: {error}", style="red")
                 code, self._failures[run] = 2, str(error)
             except KeyboardInterrupt as interrupt:
                 code = exit_code_after(interrupt)
@@ -153,7 +153,7 @@ class Sweep:
             simulated = what_if(groups[:MOST_DETAILED])
             sweep_page(f"sweep {self._name}", groups, missing, simulated).write(page)
         self._console.print(terminal_table(group_table(groups), "median (quartiles) of repeated runs"))
-        say(self._console, f"wrote {page}; open it in a browser (it works without a network)")
+        self._console.print(f"wrote {page}; open it in a browser (it works without a network)")
 
 
 def _check(request: TrainRequest) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_fssdp.cli.shared_options import SHIPPED_NAMES, Texts, key_values, strategy_names
+from megatron_fssdp.cli.shared_options import SHIPPED_NAMES, Texts, key_values, plain_console, strategy_names
 from megatron_fssdp.config.shipped_files import shipped_runs
 
 
@@ -59,8 +59,6 @@ def train_command(
 
     Words after -- are passed on to Megatron-LM, for example: -- --moe-grouped-gemm
     """
-    from rich.console import Console
-
     from megatron_fssdp.launch.train_request import TrainRequest
     from megatron_fssdp.launch.training import printed_command, train
 
@@ -79,7 +77,7 @@ def train_command(
     if dry_run:
         print(printed_command(request))
     else:
-        raise typer.Exit(train(request, Console(markup=False)))
+        raise typer.Exit(train(request, plain_console()))
 
 
 def sweep_command(
@@ -97,11 +95,9 @@ def sweep_command(
 
     The same command continues an interrupted sweep: finished runs are not run again.
     """
-    from rich.console import Console
-
     from megatron_fssdp.cli.sweep_runs import Sweep
 
-    prepared = Sweep(sweep, out or Path("runs") / sweep.stem, Console(markup=False))
+    prepared = Sweep(sweep, out or Path("runs") / sweep.stem, plain_console())
     if dry_run:
         print(prepared.listing())
     else:

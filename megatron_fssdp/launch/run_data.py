@@ -109,6 +109,7 @@ def _split(config: RunConfig, num_documents: int | None) -> str:
 
 
 def build_with_progress(
+    console: Console,
     paths: list[Path],
     out: Path,
     tokenizer: str,
@@ -124,14 +125,13 @@ def build_with_progress(
     if is_near and tokenizer not in TRAINED_KINDS and not Path(tokenizer).exists():
         raise ConfigurationError(f"--tokenizer: {unknown_name('tokenizer', tokenizer, TRAINED_KINDS)}")
     asked = tokenizer if tokenizer in TRAINED_KINDS else load_pretrained(tokenizer, eod_token)
-    console = Console(markup=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         @cache
         def bar(phase: str) -> TaskID:
             if not console.is_terminal:
-                console.print(f"{phase}…", highlight=False)
+                console.print(f"{phase}…")
             return progress.add_task(phase)
 
         def show(phase: str, done: int, total: int) -> None:
@@ -141,4 +141,4 @@ def build_with_progress(
     verb = "built from" if built else "up to date with"
     size = f"{manifest.num_documents:,} documents, {corpus.num_bytes / 1e6:,.1f} MB"
     tokens = f"{manifest.num_tokens:,} tokens, vocabulary {manifest.vocab_size:,}"
-    console.print(f"{out}: {verb} {corpus.name} ({size}): {tokens}", highlight=False, soft_wrap=True)
+    console.print(f"{out}: {verb} {corpus.name} ({size}): {tokens}")

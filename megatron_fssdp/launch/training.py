@@ -59,7 +59,7 @@ class TrainingProgress:
     def __enter__(self) -> "TrainingProgress":
         self._status.start()
         if not self._console.is_terminal:
-            say(self._console, self._start)
+            self._console.print(self._start)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -94,12 +94,7 @@ class TrainingProgress:
         """Print the last iteration, once."""
         if self.last is not None and self._printed is not self.last:
             self._printed, self._printed_s = self.last, time.monotonic()
-            say(self._console, self._text(self.last))
-
-
-def say(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line as it is, without colours of numbers or line breaks."""
-    console.print(text, style=style, highlight=False, soft_wrap=True)
+            self._console.print(self._text(self.last))
 
 
 def printed_command(request: TrainRequest) -> str:
@@ -133,7 +128,7 @@ def train(request: TrainRequest, console: Console) -> int:
     if (place := unbuilt_folder(config.data, folder.path)) is not None:
         _, planned = planned_data(config, folder.path)
         rank_command(config, planned, folder.path, resume).check(is_here=True)
-        build_with_progress([], place, config.data.tokenizer, config.data.vocab_size)
+        build_with_progress(console, [], place, config.data.tokenizer, config.data.vocab_size)
     data = read_data(config, folder.path)
     if data:
         own = config.data.model_copy(update={"path": data["data_path"].parent})
@@ -142,13 +137,13 @@ def train(request: TrainRequest, console: Console) -> int:
     command.check(is_here=True)
     overrides = request.changed_settings()
     if request.overwrite and (aside := folder.move_aside()):
-        say(console, f"{folder.path}: the run that was here is now {aside}")
+        console.print(f"{folder.path}: the run that was here is now {aside}")
     lock = run_lock.hold(folder.path, "--out")
     try:
         folder.create(config, overrides)
-        say(console, f"{folder.path}: strategy {config.strategy.name}, log in {folder.log}")
+        console.print(f"{folder.path}: strategy {config.strategy.name}, log in {folder.log}")
         if resume and overrides:
-            say(console, f"settings of earlier options are kept ({folder.overrides})")
+            console.print(f"settings of earlier options are kept ({folder.overrides})")
         return _run(command, folder, lock, console)
     finally:
         run_lock.release(folder.path)
@@ -189,7 +184,7 @@ def _run(command: RankCommand, folder: RunFolder, lock: int, console: Console) -
         again = "continue with --resume" if is_saved else "no checkpoint yet, start again with --overwrite"
         code = exit_code_after(interrupt)
         folder.note_stop(progress.reached, f"interrupted by {INTERRUPTIONS[code]}")
-        say(console, f"interrupted; all ranks have ended; {again}")
+        console.print(f"interrupted; all ranks have ended; {again}")
         return code
     if code != 0 or progress.last is None:
         reason = failure_reason(folder.log, log_start)
@@ -200,16 +195,16 @@ def _run(command: RankCommand, folder: RunFolder, lock: int, console: Console) -
         elif 0 <= limit_bytes <= folder.log.stat().st_size:
             reason = f"{folder.log} has the size that `ulimit -f` allows; raise that limit; {reason}"
         folder.note_stop(progress.reached, reason)
-        say(console, f"error: training failed: {reason}", style="red")
-        say(console, f"all output: {folder.log}")
+        console.print(f"error: training failed: {reason}", style="red")
+        console.print(f"all output: {folder.log}")
         return code if code > 0 else 1
     if progress.reached < iterations:
         folder.note_stop(progress.reached, "an exit option asked for it")
         early = "the ranks stopped before the last iteration, as an exit option asked; the reason is in"
-        say(console, f"{early} {folder.log}")
+        console.print(f"{early} {folder.log}")
     beside = (training.tensorboard_dir or folder.path / "tensorboard").parent  # Megatron writes traces there.
     for trace in sorted((beside / "torch_profile").glob("rank-*.json.gz")):
-        say(console, f"profiler's trace: {trace}; open it in https://ui.perfetto.dev")
+        console.print(f"profiler's trace: {trace}; open it in https://ui.perfetto.dev")
     done = f"done: {progress.reached} iterations, loss {progress.last.lm_loss:.4f}"
-    say(console, f"{done}; next: megatron-fssdp report {shlex.quote(str(folder.path))}")
+    console.print(f"{done}; next: megatron-fssdp report {shlex.quote(str(folder.path))}")
     return 0

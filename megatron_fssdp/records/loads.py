@@ -78,10 +78,14 @@ class LoadsWriter(GrowingArrays):
         self.append_row(iteration, entry)
 
 
-def read_loads(record_dir: Path | str) -> RecordedLoads:
-    """Read the router counts of a run, or raise a ConfigurationError; also while the run continues."""
-    path, wanted = Path(record_dir) / LOADS_FILE, {_COUNTS: 4, _BY_NODES: 3, _BY_DEVICES: 3}
-    return RecordedLoads(**read_arrays(path, wanted, optional=(_BY_NODES, _BY_DEVICES)))
+def read_loads(path: Path | str) -> RecordedLoads:
+    """Read the router counts of a run, also while it continues, from its folder or a copy of the file.
+
+    Files that are missing, damaged or something else are a ConfigurationError.
+    """
+    file = Path(path) / LOADS_FILE if Path(path).is_dir() else Path(path)
+    wanted = {_COUNTS: 4, _BY_NODES: 3, _BY_DEVICES: 3}
+    return RecordedLoads(**read_arrays(file, wanted, optional=(_BY_NODES, _BY_DEVICES)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ Shape letters: I iterations, L MoE layers, D devices, E experts.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,11 +28,6 @@ from megatron_fssdp.records.loads import RecordedLoads
 
 ROUTER_TRACES = "router_trace_rank*.jsonl"
 TOKENS_PER_EXPERT = "tokens_per_expert/rank*.jsonl"  # in the folder of --save
-
-_LONGEST = 2**28  # bytes of a line: 30 million choices of tokens
-
-type OnProgress = Callable[[int, int], None]
-"""Gets the number of bytes that are read, and that of all."""
 
 _Counts = NDArray[np.int64]
 
@@ -112,7 +107,7 @@ class _Rank:
 
 
 def read_rank_traces(
-    folder: Path, pattern: str, model: RoutedModel, most: int | None, on_progress: OnProgress
+    folder: Path, pattern: str, model: RoutedModel, most: int | None
 ) -> tuple[RecordedLoads, str]:
     """Read the files of all ranks, only the first ``most`` iterations if given; and say how they were read.
 
@@ -129,11 +124,8 @@ def read_rank_traces(
         raise _refused(
             folder, f"no file of rank {missing[0]}, but of rank {max(paths)}", "those of all ranks"
         )
-    total, done, found = sum(path.stat().st_size for path in paths.values()), 0, []
-    for rank, path in sorted(paths.items()):
-        found.append(_read(path, rank, kind, model, most, lambda read: on_progress(read, total), done))
-        done += path.stat().st_size
-    ranks = [rank for rank in found if rank.passes]  # a stage without MoE layers has empty files
+    read = [_read(path, rank, kind, model, most) for rank, path in sorted(paths.items())]
+    ranks = [rank for rank in read if rank.passes]  # a stage without MoE layers has empty files
     num_recomputed = sum(rank.count_pairs_once() for rank in ranks)
     if not ranks:
         raise _refused(folder, "no line of an MoE layer in a decoder", "a run with such layers")
@@ -163,22 +155,12 @@ def read_rank_traces(
 
 
 def _read(
-    path: Path,
-    rank: int,
-    kind: type[_Routed | _Arrived],
-    model: RoutedModel,
-    most: int | None,
-    on_read: Callable[[int], None],
-    done: int,
+    path: Path, rank: int, kind: type[_Routed | _Arrived], model: RoutedModel, most: int | None
 ) -> _Rank:
     one, seen = _Rank(path), [0]
     with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LONGEST), b""), start=1):
-            done += len(line)
-            on_read(done)
+        for number, line in enumerate(file, start=1):
             try:
-                if len(line) == _LONGEST:
-                    raise ValueError(f"got a line of more than {_LONGEST:,} bytes, wanted JSON lines")
                 record = parse_record(kind, line)
                 iteration, passes, counts_E, line_hash = record.counts_E(model, rank)
                 key, is_counted = (iteration, record.layer), record.block == "decoder"

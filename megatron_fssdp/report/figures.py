@@ -1,17 +1,16 @@
 """Figures of all pages: arrays in, plotly figure out.
 
-Shape letters: I iterations, B bins of iterations, L MoE layers, E experts.
+Shape letters: I iterations, B bins of iterations, L MoE layers, E experts; C heat maps, Y rows of a map.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import plotly.express as px
 import plotly.graph_objects as go
 from numpy.typing import NDArray
-from plotly.subplots import make_subplots
 
-from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.colours import TIME_PARTS
 
 GREY = "#8A8F98"  # of reference lines, visible on light and dark backgrounds
@@ -22,6 +21,7 @@ _MOST_COLUMNS = 300  # of a heat map
 _MOST_CELLS = 400_000  # of all heat maps of a page, which keeps it at a few megabytes
 # Blue is idle, pale is even, orange to brown is overloaded. Colour-blind readers can distinguish both ends.
 _IDLE, _UNDER, _EVEN, _OVER, _CROWDED = "#08306B", "#6BAED6", "#F2EFE6", "#F28E2B", "#7F2704"
+_NUMBERS = [(0.0, "rgba(138,143,152,0.16)"), (0.001, "#FBD5A8"), (1.0, "#D94801")]
 
 
 class Line(NamedTuple):
@@ -51,12 +51,6 @@ def binned(
     return middles.astype(np.float32), means.astype(np.float32)
 
 
-def bin_words(lines: Sequence[Line]) -> list[str]:
-    """Return a sentence on the size of bins, if they hold several iterations."""
-    width = -(-max(len(line.iterations) for line in lines) // _MOST_POINTS)
-    return [f"Each point is the mean of {width} iterations."] if width > 1 else []
-
-
 def new_figure(title: str, x_title: str, y_title: str, height: int, **layout: Any) -> go.Figure:
     """Return an empty figure of some height in pixels. The page shows its title and adds its colours."""
     titles = {"title_text": title, "xaxis_title_text": x_title, "yaxis_title_text": y_title}
@@ -72,7 +66,9 @@ def curves(
     title: str, y_title: str, lines: Sequence[Line], form: str, height: int = 320, *, stacked: bool = False
 ) -> go.Figure:
     """Return curves over iterations, or areas on top of each other; ``form`` is of values at the pointer."""
-    figure = new_figure(title, "iteration", y_title, height, hovermode="x")
+    width = -(-max(len(line.iterations) for line in lines) // _MOST_POINTS)
+    x_title = "iteration" if width == 1 else f"iteration; each point is the mean of {width}"
+    figure = new_figure(title, x_title, y_title, height, hovermode="x")
     figure.update_xaxes(ticks(max(len(line.iterations) for line in lines)))
     for line in lines:
         x, y = binned(line.iterations, line.values)
@@ -109,79 +105,65 @@ def device_loads(title: str, lines: Sequence[Line]) -> go.Figure:
     return figure.add_hline(y=1, line={"color": GREY, "width": 1})
 
 
-def layer_loads(
-    title: str, iterations_I: NDArray[np.int64], layers: Sequence[int], loads: Mapping[str, NDArray[Any]]
-) -> go.Figure:
-    """Return heat maps side by side, by their headings: max/mean device loads, float64 ``[I, L]``."""
-    names = [str(layer) for layer in layers]
-    figure = _heat_maps(title, iterations_I, loads, "layer", "max / mean", _MOST_POINTS, names)
-    return figure.update_layout(height=175 + min(420, 24 * len(layers)))
-
-
-def expert_loads(title: str, loads: RecordedLoads, num_figures: int = 1) -> go.Figure:
-    """Return one heat map for each layer; ``num_figures`` of these share the page's room for cells."""
-    load_ILE = relative_load_ILE(loads.of_whole_iterations().counts_ILDE)
-    room = _MOST_CELLS // (load_ILE[0].size * num_figures)
-    maps = {f"layer {layer}": load_ILE[:, i] for i, layer in enumerate(loads.layers)}
-    most = max(24, min(_MOST_COLUMNS, room))
-    return _heat_maps(title, loads.iterations, maps, "expert", "× even share", most)
-
-
-def _heat_maps(
+def expert_maps(
     title: str,
+    unit: str,
     iterations_I: NDArray[np.int64],
-    maps: Mapping[str, NDArray[Any]],
+    layers_L: NDArray[np.int64],
+    values_ILE: NDArray[Any],
+    num_figures: int = 1,
+) -> go.Figure:
+    """Return a heat map of experts for each layer (:func:`heat_maps`)."""
+    maps = {f"layer {layer}": values_ILE[:, i] for i, layer in enumerate(layers_L)}
+    return heat_maps(title, "expert", unit, iterations_I, maps, num_figures=num_figures)
+
+
+def heat_maps(
+    title: str,
     y_title: str,
     unit: str,
-    most: int,
-    names: list[str] | None = None,  # of the rows, if they are no numbers
+    iterations_I: NDArray[np.int64],
+    maps: Mapping[str, NDArray[Any]],
+    names: Sequence[str] | None = None,
+    num_figures: int = 1,
 ) -> go.Figure:
-    """Return heat maps over iterations, by their headings, with one scale on which 1 is even."""
-    num_columns = min(len(maps), 2 if len(maps) <= 4 else 3)
-    num_rows = -(-len(maps) // num_columns)
-    found = {heading: binned(iterations_I, values, most) for heading, values in maps.items()}
-    num_cells = next(iter(found.values()))[1].shape[1]
-    row_height = 210 if num_cells <= 32 else 240
-    figure = make_subplots(
-        num_rows,
-        num_columns,
-        subplot_titles=list(maps),
-        shared_xaxes="all",
-        shared_yaxes="all",
-        horizontal_spacing=0.055,
-        vertical_spacing=min(52 / (num_rows * row_height), 0.8 / max(num_rows - 1, 1)),
-    )
-    for i, (heading, (x, load_BY)) in enumerate(found.items()):
-        place = {"row": i // num_columns + 1, "col": i % num_columns + 1}
-        form = f"iteration %{{x:.0f}}, {y_title} %{{y}}: %{{z:.2f}} {unit}<extra>{heading}</extra>"
-        figure.add_heatmap(x=x, y=names, z=load_BY.T, coloraxis="coloraxis", hovertemplate=form, **place)
-        if i % num_columns == 0:
-            figure.update_yaxes(title_text=y_title, **place)
-        if i + num_columns >= len(maps):
-            few = ticks(len(iterations_I), 12 // num_columns)
-            figure.update_xaxes(title_text="iteration", showticklabels=True, **few, **place)
-    if names is None:
-        figure.update_yaxes(ticks(num_cells, 8))
-    else:
-        figure.update_yaxes(type="category", autorange="reversed")
+    """Return heat maps of values ``[I, Y]`` over iterations, by their headings, with one scale.
+
+    Integers are numbers of things; of other values, 1 is even. ``names`` are of the rows, if these are not
+    numbered from 0. ``num_figures`` of these share the page's room for cells.
+    """
+    values_ICY = np.stack(list(maps.values()), axis=1)
+    room = _MOST_CELLS // (values_ICY[0].size * num_figures)
+    x, found_BCY = binned(iterations_I, values_ICY, max(24, min(_MOST_COLUMNS, room)))
+    num_columns, num_cells = min(len(maps), 2 if len(maps) <= 4 else 3), values_ICY.shape[2]
+    num_rows, row_height = -(-len(maps) // num_columns), 210 if num_cells <= 32 else 240
     # The scale ignores the highest 0.1 %, so that a short peak does not make everything else pale.
-    highest = max(2.0, float(np.quantile([values for _, values in found.values()], 0.999)))
+    highest = max(2.0, float(np.quantile(found_BCY, 0.999)))
     even = 1 / highest
     over = even + 0.4 * (1 - even)
-    scale = [[0.0, _IDLE], [0.55 * even, _UNDER], [even, _EVEN], [over, _OVER], [1.0, _CROWDED]]
-    figure.update_layout(
+    scale = [(0.0, _IDLE), (0.55 * even, _UNDER), (even, _EVEN), (over, _OVER), (1.0, _CROWDED)]
+    figure = px.imshow(
+        found_BCY.transpose(1, 2, 0),
+        x=x,
+        y=names,
+        labels={"x": "iteration", "y": y_title, "color": unit},
+        facet_col=0,
+        facet_col_wrap=num_columns,
+        facet_col_spacing=0.055,
+        facet_row_spacing=min(52 / (num_rows * row_height), 0.8 / max(num_rows - 1, 1)),
+        zmin=0,
+        zmax=highest,
+        color_continuous_scale=_NUMBERS if values_ICY.dtype.kind == "i" else scale,
+        origin="lower" if names is None else "upper",
+        aspect="auto",
+        title=title,
         template="none",
-        title_text=title,
-        height=110 + num_rows * row_height,
-        coloraxis={"colorscale": scale, "cmin": 0, "cmax": highest, "colorbar_title_text": unit},
+        height=110 + num_rows * row_height if names is None else 175 + min(420, 24 * num_cells),
     )
-    # The headings stand at the left edges, in the page's own font.
-    for axis, heading in zip(figure.select_xaxes(), figure.layout.annotations, strict=False):
-        heading.update(x=axis.domain[0], xanchor="left", font=None)
-    return figure
-
-
-def relative_load_ILE(counts_ILDE: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the tokens of each expert over the mean of its layer; 0 in a layer without tokens."""
-    tokens_ILE = counts_ILDE.sum(axis=2, dtype=np.int64)
-    return tokens_ILE / np.maximum(tokens_ILE.mean(axis=2, keepdims=True), 1e-12)
+    headings = list(maps)
+    for note in figure.layout.annotations:  # they have the numbers of the maps
+        note.update(text=headings[int(note.text.rpartition("=")[2])], font=None)
+    form = f"iteration %{{x:.0f}}, {y_title} %{{y}}: %{{z:.3g}} {unit}<extra></extra>"
+    figure.update_traces(hovertemplate=form)
+    figure.update_xaxes(ticks(len(iterations_I), 12 // num_columns))
+    return figure.update_yaxes(ticks(num_cells, 8) if names is None else {"type": "category"})

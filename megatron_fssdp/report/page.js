@@ -20,10 +20,6 @@
         hoverlabel: { bgcolor: card, bordercolor: line, font: { color: ink } },
         legend: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", traceorder: "normal", font: { color: ink } },
         annotationdefaults: { font: { size: 13, color: ink }, showarrow: false },
-        sliderdefaults: {
-          bgcolor: line, bordercolor: line, activebgcolor: colour("--accent"), tickcolor: line, minorticklen: 0,
-          font: { size: 11.5, color: soft }, currentvalue: { font: { size: 12.5, color: ink } },
-        },
         coloraxis: { colorbar: bar },
         modebar: { bgcolor: "rgba(0,0,0,0)", color: line, activecolor: soft },
         margin: { l: 64, r: 24, t: 56, b: 48 },

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -87,7 +88,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
         load_pretrained(str(tmp_path))
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigurationError, match="unknown tokenizer 'wordpeice'; did you mean 'wordpiece'"):
-        build_with_progress([tmp_path / "a.txt"], tmp_path, "wordpeice", 300)
+        build_with_progress(Console(), [tmp_path / "a.txt"], tmp_path, "wordpeice", 300)
 
 
 def test_a_saved_tokenizer_loads_as_the_same(tmp_path: Path) -> None:

@@ -1,4 +1,3 @@
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -179,17 +178,3 @@ def test_equal_counts_of_two_ranks_are_refused(tmp_path: Path) -> None:
     write_lines(folder / "rank0.jsonl", [*lines, lines[-1]])
     with pytest.raises(ConfigurationError, match=r"rank0.jsonl: line 5: got iteration 20 after 20"):
         read(tmp_path, 2)
-
-
-def test_lines_are_read_as_the_file_comes(tmp_path: Path) -> None:
-    """Progress is told by line, in bytes of all files."""
-    write_traces(tmp_path, [2], 2)
-    told: list[tuple[int, int]] = []
-    read_any_loads(
-        tmp_path, RoutedModel(2, EXPERTS, TOP_K), None, lambda done, total: told.append((done, total))
-    )
-    size = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert len(told) == 24
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
-    assert told[-1] == (size, size)
-    assert json.loads((tmp_path / "router_trace_rank0.jsonl").read_text().splitlines()[0])["layer"] == 0

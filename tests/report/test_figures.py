@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.colours import TIME_PARTS, distinct_colours
-from megatron_fssdp.report.figures import binned, expert_loads
+from megatron_fssdp.report.figures import binned
+from megatron_fssdp.report.load_sections import expert_load_section
 from megatron_fssdp.report.units import format_bytes, format_flops, format_memory, format_seconds
 from megatron_fssdp.simulation.lanes import PARTS
 
@@ -29,8 +30,8 @@ def test_unknown_values_are_left_out_of_the_mean() -> None:
 def test_loads_of_micro_batches_are_shown_by_iteration() -> None:
     counts_IZLDE = np.random.default_rng(0).integers(0, 9, (3, 2, 2, 4, 8))
     each = RecordedLoads(counts_IZLDE, np.arange(3), np.arange(2))
-    whole = RecordedLoads(counts_IZLDE.sum(axis=1), np.arange(3), np.arange(2))
-    assert expert_loads("", each).to_json() == expert_loads("", whole).to_json()
+    shown = [expert_load_section({"x": one}).parts[0].to_json() for one in (each, each.of_whole_iterations())]
+    assert shown[0] == shown[1]
 
 
 def test_numbers_have_the_unit_in_which_they_are_at_least_one() -> None:

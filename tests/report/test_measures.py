@@ -2,16 +2,16 @@ import os
 from pathlib import Path
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from megatron_fssdp.records import RecordedRun, load
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
 from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsWriter
 from megatron_fssdp.records.recorded_run import STOP_MARK
-from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.measures import comparison_table, mean_parts_s, measures_of, time_parts
 from megatron_fssdp.report.trainings.run_page import headline_of, run_page
-from megatron_fssdp.report.trainings.shown_run import parts_of, progress_of, shown_runs
+from megatron_fssdp.report.trainings.shown_run import progress_of, shown_runs
 
 from .made_runs import write_made_run
 
@@ -101,17 +101,15 @@ def test_the_iterations_of_a_run_are_counted(
     assert progress_of(load(tmp_path)) == words
 
 
-def test_a_resumed_run_has_parts(tmp_path: Path) -> None:
+def test_starts_of_a_resumed_run_are_shown(tmp_path: Path) -> None:
     write(tmp_path, range(1, 6), RunSession("ep", 10))
     write(tmp_path, range(4, 11), RunSession("fssdp", 10), load_ratio=1.0)
     runs = shown_runs([tmp_path])
     assert runs[0].run.strategy == "fssdp"  # there is no config.yaml, so the last start names it
-    assert [strategy for strategy, _ in parts_of(runs[0].run)] == ["ep", "fssdp"]
-    (table,) = next(one.parts for one in run_page(runs).sections if one.anchor == "parts-and-interruptions")
-    assert isinstance(table, Table)
-    loss = "2.0000 → 2.0000"
-    assert [row[1:] for row in table.rows] == [("ep", loss, "2.00"), ("fssdp", loss, "1.00")]
-    assert [row[0].rpartition(", ")[2] for row in table.rows] == ["iterations 1 to 3", "iterations 4 to 10"]
+    (figure,) = next(one.parts for one in run_page(runs).sections if one.anchor == "loss")
+    assert isinstance(figure, go.Figure)
+    assert [line.x0 for line in figure.layout.shapes] == [3.5]
+    assert [note.text for note in figure.layout.annotations] == ["fssdp: resumed with fssdp"]
 
 
 @pytest.mark.parametrize("cores", [0, 2, 4])
@@ -164,8 +162,8 @@ def test_the_table_has_rows_where_a_run_has_something(tmp_path: Path) -> None:
     ep = write_made_run(tmp_path / "ep", "ep", num_iterations=3)
     fssdp = write_made_run(tmp_path / "fssdp")
     rows = {row[0]: row[1:] for row in comparison_table(shown_runs([ep, fssdp])).rows}
-    assert rows["re-shards: moved experts, bytes, seconds"] == ("–", "1: 3 experts, 300 B, 0.20 s")
+    assert rows["re-shards: moved experts, bytes, seconds"] == ("–", "1: 3, 300 B, 0.20 s")
     assert rows["hidden under compute: weights (spAG)"] == ("–", "90%")
     assert rows["bytes moved: gradients (spRS)"] == ("0 B", "30 kB")
-    assert rows["loss: largest difference"] == ("", "0.0e+00 relative")
+    assert rows["loss: largest difference"] == ("–", "0.0e+00 relative")
     assert rows["replicas per layer"] == ("0.0 of 24 possible", "3.0 of 24 possible")

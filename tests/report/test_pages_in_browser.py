@@ -54,14 +54,3 @@ def test_nothing_is_wrong_with_a_page(name: str, browser: Browser, tmp_path: Pat
     assert browser.faults() == []
     figures = "[...document.querySelectorAll('.figure')]"
     assert browser.evaluate(f"{figures}.every((one) => one.querySelector('.main-svg') !== null)")
-
-
-def test_the_slider_shows_another_iteration(browser: Browser, tmp_path: Path) -> None:
-    run_page(shown_runs([write_made_run(tmp_path / "fssdp")])).write(tmp_path / "page.html")
-    browser.open(tmp_path / "page.html")
-    figure = "[...document.querySelectorAll('.figure')].find((one) => one.layout.sliders)"
-    shown = f"{figure}.data.map((trace) => trace.visible)"
-    assert browser.evaluate(shown) == [False] * 4 + [True]
-    browser.evaluate(f"Plotly.restyle({figure}, ...{figure}.layout.sliders[0].steps[1].args).then(() => 0)")
-    assert browser.evaluate(shown) == [False, True, False, False, False]
-    assert browser.faults() == []

@@ -44,10 +44,7 @@ def test_the_page_opens_with_the_groups_and_details_one_run_of_each(groups: list
     page = PageParts(html)
     assert page.anchors[0] == "repeated-runs"
     assert "ep-seed4" in page.texts["repeated-runs"]
-    ep, fssdp = page.figures["repeated-runs"][1]["data"]  # of the device load
-    assert (ep["name"], fssdp["name"]) == ("ep", "fssdp")
-    assert fssdp["x"] == [run.load_IL.mean() for run in groups[1].repeats.values()]
-    assert len(ep["x"]) == 3
+    assert group_table(groups).rows[1][3] in page.texts["repeated-runs"]
     assert len(page.figures["loss"][0]["data"]) == 2
     assert "<h1>sweep x</h1>" in html
     speeds = [record["tokens_per_s"]["median"] for record in group_records(groups)]

@@ -1,1 +1,1 @@
-"""Commands that read records or simulate: ``simulate``, ``roofline``, ``report`` and ``compare``."""
+"""Commands that read records or simulate: ``simulate``, ``report`` and ``compare``."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
@@ -14,11 +13,7 @@ from megatron_fssdp.config.strategy.strategy_registry import BASELINE, strategy_
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.run_settings import SETTINGS_FILE
-from megatron_fssdp.report.simulations.simulated_loads import (
-    loads_for_job,
-    unknown_loads,
-    with_recorded_choices,
-)
+from megatron_fssdp.report.simulations.simulated_loads import unknown_loads, with_recorded_choices
 from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.break_even import break_evens
@@ -60,20 +55,6 @@ def recorded_settings(loads: str) -> list[Path]:
             f"--model: --loads {loads} has no {SETTINGS_FILE} that describes the model; name a run's YAML"
         )
     return [file]
-
-
-def loads_with_progress(
-    source: str, job: MoeJob, console: Console, chosen: slice = slice(None), seed: int = 0
-) -> tuple[RecordedLoads, str]:
-    """Return :func:`loads_for_job`, and show a bar while long files are read."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(f"reading {source}", visible=False)
-
-        def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total, visible=True)
-
-        return loads_for_job(source, job, chosen, seed, show)
 
 
 def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDescription:
@@ -143,7 +124,7 @@ def ranked_strategies(
         nonlocal step
         step = words
         if not console.is_terminal:
-            console.print(words, highlight=False)
+            console.print(words)
 
     def on_plan(iteration: int, layer: int, plan: LayerPlan) -> None:
         status.update(f"{step}: iteration {iteration + 1}")

@@ -19,7 +19,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.load_sources import read_any_loads
 from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.records.rank_traces import OnProgress, RoutedModel
+from megatron_fssdp.records.rank_traces import RoutedModel
 from megatron_fssdp.simulation.layout import cluster_of_devices, stages_of
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import simulate
@@ -32,11 +32,7 @@ _COMPARED_ITERATIONS = 50
 
 
 def loads_for_job(
-    source: str,
-    job: MoeJob,
-    chosen: slice = slice(None),
-    seed: int = 0,
-    on_progress: OnProgress = lambda done, total: None,
+    source: str, job: MoeJob, chosen: slice = slice(None), seed: int = 0
 ) -> tuple[RecordedLoads, str]:
     """Read loads of any kind, or generate a workload, with the sizes of a job.
 
@@ -53,7 +49,7 @@ def loads_for_job(
     if not path.exists():
         raise ConfigurationError(unknown_loads(source))
     model = RoutedModel(job.num_layers, job.num_experts, job.top_k)
-    loads, how = read_any_loads(path, model, None if chosen.start else chosen.stop, on_progress)
+    loads, how = read_any_loads(path, model, None if chosen.start else chosen.stop)
     found = loads.of_iterations(chosen)
     counts, factor = fitted_loads(found.counts_ILDE, job)
     scaled = "" if factor == 1.0 else f"tokens scaled by {factor:.4g} to the model's batch size"

@@ -1,4 +1,4 @@
-"""The page of a simulation, and the figures of a simulation that pages of runs also show.
+"""The pages of a simulation and of loads from elsewhere, and the section that pages of runs also have.
 
 Shape letters: I iterations.
 """
@@ -10,11 +10,14 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE
+from megatron_fssdp.planning.load_changes import plain_load
+from megatron_fssdp.planning.loads import EVEN_LOAD
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.run_settings import flat_settings
 from megatron_fssdp.report import figures
 from megatron_fssdp.report.colours import distinct_colours
 from megatron_fssdp.report.figures import DASHES, GREY, Line
+from megatron_fssdp.report.load_sections import DeviceLoads, device_load_section, expert_load_section
 from megatron_fssdp.report.page import Page, Section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
@@ -25,11 +28,6 @@ from megatron_fssdp.simulation.roofline import ideal_flops_per_s, roofline_point
 
 PAGE_FILE = "simulation.html"
 
-_NOT_ASKED = (
-    "No cluster was given, so nothing was simulated. To rank all strategies on a cluster with this run's "
-    "loads, give --cluster NAME (“megatron-fssdp configs” lists the names) or --cluster FILE.yaml "
-    "(“megatron-fssdp profile” measures a cluster and writes the file)."
-)
 _IDEAL = "force-balanced"
 _IDEAL_LINE = {"line": {"color": GREY, "dash": "dash", "width": 1.5}, "name": _IDEAL, "showlegend": True}
 
@@ -43,7 +41,7 @@ def simulation_page(
     sections = [
         ranking_section(report),
         _course_section(report, job, colour_of),
-        expert_load_section(loads),
+        expert_load_section({report.title: loads}),
         *([_roofline_section(report, cluster, job, colour_of)] if job.num_devices > 1 else []),
         _memory_section(report),
         _assumptions_section(cluster),
@@ -52,13 +50,24 @@ def simulation_page(
     return Page("simulation", report.title, simulation_headline(report), subjects, sections)
 
 
-def expert_load_section(loads: RecordedLoads) -> Section:
-    """Show the loads that all strategies get."""
-    sentence = (
-        "Tokens that the router sends to each expert, divided by an even share: pale is even, orange more, "
-        "blue is less. All strategies get these."
-    )
-    return Section("Expert load over iterations", sentence, [figures.expert_loads("", loads)])
+def loads_page(name: str, loads: RecordedLoads, note: str, what_if: SimulationReport | None = None) -> Page:
+    """Return the page of loads that no run of this package recorded.
+
+    They have as many devices as the expert-parallel groups of their model. ``note`` says how they were read
+    and fitted to the model.
+    """
+    num_iterations, num_layers, num_devices, num_experts = loads.counts_ILDE.shape
+    load_IL, colour = plain_load(loads.counts_ILDE), distinct_colours([BASELINE])[0]
+    sizes = f"{num_iterations:,} iterations, {num_layers} MoE layers, {num_experts} experts"
+    plain = f"busiest of {num_devices} devices {load_IL.mean():.2f} × mean load under plain EP"
+    sentence = f"{name}: {sizes}; {plain}"
+    if load_IL.mean() <= EVEN_LOAD:
+        sentence += "; loads are almost even without balancing, so plain EP would do"
+    devices = DeviceLoads(name, colour, loads.iterations, loads.layers.tolist(), load_IL, load_IL)
+    notes = [f"{note[0].upper()}{note[1:]}."] if note else []
+    sections = [device_load_section([devices], notes), expert_load_section({name: loads})]
+    sections += [what_if_section(what_if)] if what_if is not None else []
+    return Page("report", name, f"{sentence}.", [(name, colour, sizes)], sections)
 
 
 def simulation_headline(report: SimulationReport) -> str:
@@ -109,12 +118,9 @@ def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str 
     return Section(title, sentence, [figure, report.table, *notes])
 
 
-def what_if_section(report: SimulationReport | None) -> Section:
-    """Show the ranking on a page of loads or runs, or say how to get one."""
-    title = "What if: strategies ranked on a cluster"
-    if report is None:
-        return Section(title, _NOT_ASKED)
-    return ranking_section(report, title, f"{report.title}. ")
+def what_if_section(report: SimulationReport) -> Section:
+    """Show the ranking on a page of loads or runs."""
+    return ranking_section(report, "What if: strategies ranked on a cluster", f"Simulated: {report.title}. ")
 
 
 def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[str, str]) -> Section:
@@ -148,7 +154,7 @@ def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
             f" The grey area is the longest warm-up (iterations: {report.warm_up}), which the ranking leaves "
             "out: until then, a strategy measures, has no past loads, or waits for its first turn."
         )
-    return Section("Each iteration", sentence, [*parts, *figures.bin_words(seconds)])
+    return Section("Each iteration", sentence, parts)
 
 
 def _roofline_section(
@@ -203,13 +209,11 @@ def _memory_section(report: SimulationReport) -> Section:
 
 def _assumptions_section(cluster: ClusterDescription) -> Section:
     data = flat_settings(cluster.model_dump(exclude={"name", "sources"}, exclude_none=True))
-    rows = tuple(
-        (key, f"{value:,.6g}", cluster.sources.get(key.partition(".")[0], cluster.name))
-        for key, value in data.items()
-    )
+    rows = tuple((key, f"{value:,.6g}") for key, value in data.items())
+    sources = [f"{key}: {source.rstrip('.')}." for key, source in cluster.sources.items()]
     sentence = (
         "The results are as good as these figures of the cluster. Their source is the paper, the data sheet "
         "or the assumption that the cluster's description names; “megatron-fssdp profile” measures a cluster "
         "instead. The sizes of the model are those of the run's settings."
     )
-    return Section("What is assumed", sentence, [Table(("", "value", "source"), rows, frozenset(["source"]))])
+    return Section("What is assumed", sentence, [Table(("", "value"), rows), *sources])

@@ -13,7 +13,7 @@ from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.report.colours import TIME_PARTS, column_name
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
-from megatron_fssdp.report.units import format_bytes, format_flops
+from megatron_fssdp.report.units import format_bytes, format_flops, format_memory
 
 WEIGHTS, GRADIENTS = "waiting for spAG", "waiting for spRS"  # keys of TIME_PARTS
 
@@ -47,25 +47,22 @@ class Spread(NamedTuple):
 
 def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Table:
     """Return all figures of runs side by side. Losses are compared with those of the first run."""
-    columns = [{measure.label: measure.text for measure in measures_of(shown.run)} for shown in runs]
+    first = runs[0].run
+    columns = [{found.label: found.text for found in measures_of(shown.run, first)} for shown in runs]
     for column in columns if not_comparable(runs) else ():
         column.update({label: "not comparable" for label in column if label.startswith("tokens/s")})
     labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
     rows = [(label, *(found.get(label, "–") for found in columns)) for label in labels]
     if not with_losses:
         rows = [row for row in rows if not row[0].startswith("loss")]
-    elif len(runs) > 1:
-        differences = [largest_difference(runs[0].run, shown.run) for shown in runs[1:]]
-        texts = [
-            "no common iteration" if difference is None else f"{difference:.1e} relative"
-            for difference in differences
-        ]
-        rows.append(("loss: largest difference", "", *texts))
     return Table(("", *(shown.name for shown in runs)), tuple(rows))
 
 
-def measures_of(run: RecordedRun) -> Iterator[Measure]:
-    """Yield the figures of one run. What it did not record is left out."""
+def measures_of(run: RecordedRun, first: RecordedRun | None = None) -> Iterator[Measure]:
+    """Yield the figures of one run. Its losses are compared with those of the ``first``, if it is another.
+
+    What the run did not record is left out.
+    """
     iterations = progress_of(run).replace(" iterations", "")
     yield Measure("iterations", "iterations", len(run.metrics), iterations)
     for which, loss in (("first", float(run.losses[0])), ("last", float(run.losses[-1]))):
@@ -75,6 +72,10 @@ def measures_of(run: RecordedRun) -> Iterator[Measure]:
         if last := next(of_data, None):
             text = f"{last.loss:.4f} ({last.iteration:,})"
             yield Measure(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text)
+    if first not in (None, run):
+        difference = largest_difference(first, run)
+        text = "no common iteration" if difference is None else f"{difference:.1e} relative"
+        yield Measure("largest_loss_difference", "loss: largest difference", difference, text)
     if run.layers:
         yield from _loads(run)
     speed = Spread.of(run.arrays["tokens_per_s_I"])
@@ -85,6 +86,9 @@ def measures_of(run: RecordedRun) -> Iterator[Measure]:
         rate = float(np.median(flops_I[known_I] / seconds_I[known_I])) / session.devices
         text = format_flops(rate) + (f" ({session.shared_cores})" if session.shared_cores else "")
         yield Measure("flops_per_s_per_device", "compute of a device: median", rate, text)
+    if peaks := peak_memory(run):
+        sizes = f"{format_memory(min(peaks))} to {format_memory(max(peaks))}"
+        yield Measure("peak_memory_bytes", "peak memory: of all ranks", max(peaks), sizes)
     for part, seconds in mean_parts_s(run).items() if has_layer_parts(run) else ():
         if seconds:
             label = f"ms of an iteration: {TIME_PARTS[part].name}"
@@ -104,7 +108,7 @@ def measures_of(run: RecordedRun) -> Iterator[Measure]:
         yield Measure("cross_node_tokens", label, crossed, f"{crossed:,}")
     if times := int((run.arrays["resharded_experts_I"] > 0).sum()):
         experts, moved = total("resharded_experts_I"), total("reshard_bytes_I")
-        text = f"{times}: {experts:,.0f} experts, {format_bytes(moved)}, {total('reshard_s_I'):.2f} s"
+        text = f"{times}: {experts:,.0f}, {format_bytes(moved)}, {total('reshard_s_I'):.2f} s"
         yield Measure("reshards", "re-shards: moved experts, bytes, seconds", times, text)
 
 
@@ -135,10 +139,10 @@ def replicas_of(run: RecordedRun) -> tuple[float, int | None]:
     return mean, None if run.placements is None else run.placements.most_replicas
 
 
-def peak_memory(run: RecordedRun) -> tuple[tuple[int, ...], str]:
-    """Return the last recorded peak of each global rank, in bytes, and the kind of memory; or nothing."""
-    found = ((metrics.rank_peak_bytes, metrics.rank_memory or "") for metrics in reversed(run.metrics))
-    return next((peak for peak in found if peak[0]), ((), ""))
+def peak_memory(run: RecordedRun) -> tuple[int, ...]:
+    """Return the last recorded peak of each global rank, in bytes; nothing if there is none."""
+    peaks = (metrics.rank_peak_bytes for metrics in reversed(run.metrics))
+    return next(filter(None, peaks), ())
 
 
 def spread_of(one: ShownRun, key: str) -> Spread | None:

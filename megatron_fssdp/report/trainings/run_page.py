@@ -12,21 +12,24 @@ from megatron_fssdp.planning.loads import EVEN_LOAD
 from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.records.run_settings import differing_settings
 from megatron_fssdp.report.colours import TIME_PARTS
-from megatron_fssdp.report.figures import DASHES, Line, bin_words, curves, new_figure, ticks, time_bars
+from megatron_fssdp.report.figures import DASHES, Line, curves, time_bars
+from megatron_fssdp.report.load_sections import (
+    NO_LAYERS,
+    DeviceLoads,
+    device_load_section,
+    expert_load_section,
+)
 from megatron_fssdp.report.page import Page, Part, Section
 from megatron_fssdp.report.simulations.simulation_page import what_if_section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings import load_sections, measures
+from megatron_fssdp.report.trainings import measures
 from megatron_fssdp.report.trainings.measures import largest_difference, mean_parts_s
-from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable, parts_of, progress_of
-from megatron_fssdp.report.units import MEMORY, format_memory, format_seconds, unit_of
+from megatron_fssdp.report.trainings.placement_sections import micro_batch_sections, placement_section
+from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable, progress_of
+from megatron_fssdp.report.units import format_memory, format_seconds
 
-_MEMORY_KINDS = {
-    "allocated": "the maximum memory that torch allocated on the GPU",
-    "resident": "the maximum resident memory of the process, libraries included",
-}
-_MOST_EXPLAINED = 3  # more runs have only their speed and loads in the sentence at the top
+_MOST_EXPLAINED = 2  # more runs have only their speed and loads in the sentence at the top
 
 
 def run_page(
@@ -34,17 +37,17 @@ def run_page(
 ) -> Page:
     """Return the page of one run, or of several runs to compare with the first."""
     how = "Figures are of the whole run unless stated otherwise. Load: max/mean device load; 1 is even."
+    memory = [
+        f"{shown.name}, from its log: {shown.run.expert_memory}." for shown in runs if shown.run.expert_memory
+    ]
+    table = measures.comparison_table(runs, with_losses=with_losses)
     sections = [
         *_occasional_sections(runs),
         *([_loss_section(runs)] if with_losses else []),
         _time_section(runs),
-        load_sections.device_load_section(runs),
-        *load_sections.micro_batch_sections(runs),
-        load_sections.expert_load_section(runs),
-        load_sections.placement_section(runs),
-        _memory_section(runs),
-        what_if_section(what_if),
-        Section("All figures", how, [measures.comparison_table(runs, with_losses=with_losses)]),
+        *_load_sections(runs),
+        *([what_if_section(what_if)] if what_if is not None else []),
+        Section("All figures", how, [table, *memory]),
     ]
     title = " · ".join(shown.name for shown in runs)
     if len(runs) == 1:
@@ -70,10 +73,10 @@ def _sizes(one: ShownRun) -> str:
 
 
 def settings_table(runs: Sequence[ShownRun]) -> Table:
-    """Return the settings in which runs differ."""
+    """Return the settings in which runs differ, without one that is their names: the strategy's."""
     differing = differing_settings([shown.run.settings for shown in runs])
     names = tuple(shown.name for shown in runs)
-    rows = tuple((key, *values) for key, values in differing.items())
+    rows = tuple((key, *values) for key, values in differing.items() if values != names)
     return Table(("setting", *names), rows, frozenset(names))
 
 
@@ -86,25 +89,13 @@ def _occasional_sections(runs: Sequence[ShownRun]) -> list[Section]:
     if (differing := settings_table(runs)).rows:
         sentence = "The runs have the same settings, except for these. –: not set."
         sections.append(Section("Settings that differ", sentence, [differing]))
-    rows = []
-    for shown in runs:
-        parts = parts_of(shown.run)
-        for strategy, records in parts if len(parts) > 1 or shown.run.stops else ():
-            first, last = records[0], records[-1]
-            loads = [layer.load_max_over_mean for record in records for layer in record.layers]
-            part = f"{shown.name}, iterations {first.iteration:,} to {last.iteration:,}"
-            losses = f"{first.lm_loss:.4f} → {last.lm_loss:.4f}"
-            rows.append((part, strategy, losses, f"{sum(loads) / len(loads):.2f}" if loads else "–"))
-    if rows:
-        sentence = (
-            "A resumed run has one part for each start. It repeats the iterations after its last checkpoint, "
-            "and only the repetition is shown."
+    if stops := [
+        f"{shown.name}: stopped after iteration {stop}." for shown in runs for stop in shown.run.stops
+    ]:
+        stops.append(
+            "A resumed run repeats what came after its last checkpoint; only the repetition is shown."
         )
-        stops = [
-            f"{shown.name}: stopped after iteration {stop}." for shown in runs for stop in shown.run.stops
-        ]
-        table = Table(("part", "strategy", "loss", "load max/mean"), tuple(rows))
-        sections.append(Section("Parts and interruptions", sentence, [table, *stops]))
+        sections.append(Section("Interruptions", " ".join(stops)))
     return sections
 
 
@@ -115,6 +106,11 @@ def _loss_section(runs: Sequence[ShownRun]) -> Section:
     ]
     figure = curves("", "loss", lines, ".4f", 340)
     for shown in runs:
+        for start in shown.run.metrics[1:]:
+            if start.session is not None:
+                words = f"{shown.name}: resumed with {start.session.strategy}"
+                line = {"color": shown.colour, "dash": "dot", "width": 1}
+                figure.add_vline(start.iteration - 0.5, line=line, annotation_text=words)
         for data in dict.fromkeys(evaluation.data for evaluation in shown.run.evaluations):
             found = [evaluation for evaluation in shown.run.evaluations if evaluation.data == data]
             symbol = "circle-open" if data == "validation" else "diamond-open"
@@ -134,7 +130,7 @@ def _loss_section(runs: Sequence[ShownRun]) -> Section:
             " Runs with the same seed and data should have the same curve, because placement changes only "
             "where experts are computed."
         )
-    return Section("Loss", sentence, [figure, *bin_words(lines)])
+    return Section("Loss", sentence, [figure])
 
 
 def _time_section(runs: Sequence[ShownRun]) -> Section:
@@ -150,7 +146,6 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
     parts: list[Part] = [
         time_bars("mean time of an iteration, without the first", bars),
         figure.update_yaxes(rangemode="tozero"),
-        *bin_words(lines),
     ]
     if reason := not_comparable(runs):
         sentence = f"{reason[0].upper()}{reason[1:]}."
@@ -174,24 +169,32 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
     return Section("Iteration time", sentence, parts)
 
 
-def _memory_section(runs: Sequence[ShownRun]) -> Section:
-    title = "Memory of every rank"
-    notes = [
-        f"{shown.name}, from its log: {shown.run.expert_memory}." for shown in runs if shown.run.expert_memory
+def _load_sections(runs: Sequence[ShownRun]) -> list[Section]:
+    devices = [
+        DeviceLoads(
+            shown.name,
+            shown.colour,
+            shown.run.iterations,
+            shown.run.layers,
+            shown.run.arrays["ep_load_max_over_mean_IL"],
+            shown.run.load_IL,
+        )
+        for shown in runs
+        if shown.run.layers
     ]
-    peaks = {shown: peak for shown in runs if (peak := measures.peak_memory(shown.run))[0]}
-    if not peaks:
-        return Section(title, "No memory was recorded yet.", notes)
-    size, word = unit_of(max(max(found) for found, _ in peaks.values()), MEMORY)
-    figure = new_figure("", "global rank", f"peak, {word}", 300, barmode="group", bargap=0.35)
-    for one, (found_bytes, _) in peaks.items():
-        form = f"rank %{{x}}: %{{y:.4g}} {word}<extra>{one.name}</extra>"
-        y = [number / size for number in found_bytes]
-        figure.add_bar(y=y, name=one.name, marker_color=one.colour, hovertemplate=form)
-        figure.update_xaxes(ticks(len(y), 16))
-    kinds = sorted({_MEMORY_KINDS.get(kind, kind) for _, kind in peaks.values()})
-    sentence = f"Peak up to the last recorded iteration: {'; '.join(kinds)}."
-    return Section(title, sentence, [figure, *notes])
+    without = [f"{shown.name}: {NO_LAYERS}" for shown in runs if not shown.run.layers]
+    loads = {shown.name: shown.run.loads for shown in runs if shown.run.loads is not None}
+    unread = [
+        f"{shown.name}: loads.npy is not there, or cannot be read."
+        for shown in runs
+        if shown.run.layers and shown.run.loads is None
+    ]
+    return [
+        device_load_section(devices, without),
+        *micro_batch_sections(runs),
+        expert_load_section(loads, unread),
+        placement_section(runs),
+    ]
 
 
 def headline_of(
@@ -206,7 +209,7 @@ def headline_of(
         if not reason:
             quartiles = f"{speed.lower_quartile:,.0f} to {speed.upper_quartile:,.0f}"
             clauses.append(f"median {speed.median:,.0f} tokens/s (quartiles {quartiles})")
-        if peaks := measures.peak_memory(run)[0]:
+        if peaks := measures.peak_memory(run):
             clauses.append(f"peak memory of a rank {format_memory(max(peaks))}")
     else:
         most = None if len(runs) <= _MOST_EXPLAINED else 1

@@ -1,12 +1,10 @@
-"""A recorded run on a page: its name, its colour, how far it is, and its starts."""
+"""A recorded run on a page: its name, its colour, and how far it is."""
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_fssdp.records.metrics import IterationMetrics
 from megatron_fssdp.records.metrics_file import METRICS_FILE
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 from megatron_fssdp.report.colours import distinct_colours
@@ -42,13 +40,6 @@ def shown_groups(groups: Mapping[str, Mapping[tuple[int, int], RecordedRun]]) ->
     firsts = [runs[min(runs, key=lambda repeat: repeat[::-1])] for runs in groups.values()]
     colours = distinct_colours([run.strategy for run in firsts])
     return [ShownRun(*fields) for fields in zip(groups, colours, firsts, groups.values(), strict=True)]
-
-
-def parts_of(run: RecordedRun) -> list[tuple[str, tuple[IterationMetrics, ...]]]:
-    """Return the strategy and the iterations of each start of the training, in order."""
-    starts = [i for i, record in enumerate(run.metrics) if record.session is not None and i > 0]
-    parts = [run.metrics[begin:end] for begin, end in itertools.pairwise([0, *starts, len(run.metrics)])]
-    return [(run.strategy if part[0].session is None else part[0].session.strategy, part) for part in parts]
 
 
 def progress_of(run: RecordedRun) -> str:

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import plotly.graph_objects as go
-
 from megatron_fssdp.records.run_settings import loss_obstacle
-from megatron_fssdp.report.figures import new_figure
 from megatron_fssdp.report.page import Page, Section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
@@ -88,23 +85,9 @@ def sweep_page(
     if len(groups) > MOST_DETAILED:
         notes.append(f"The sections below show the first {MOST_DETAILED} of {len(groups)} groups.")
     how = (
-        "Runs in a row differ only in seed and repetition. Points are runs; the box reaches from the lower "
-        "to the upper quartile, with a line at the median. The sections below show the first run of each row."
+        "Runs in a row differ only in seed and repetition: median (lower to upper quartile). The sections "
+        "below show the first run of each row."
     )
-    boxes = [_boxes(groups, key) for key in FIGURES if not (key == "tokens_per_s" and obstacle)]
-    repeated = Section("Repeated runs", how, [*boxes, group_table(groups), *notes])
+    repeated = Section("Repeated runs", how, [group_table(groups), *notes])
     sections = [repeated, *page.sections]
     return replace(page, kind="sweep", title=title, sentence=page.sentence + missing, sections=sections)
-
-
-def _boxes(groups: Sequence[ShownRun], key: str) -> go.Figure:
-    """Return a row for each group: its runs beside a box with their median and quartiles."""
-    label, form = FIGURES[key]
-    figure = new_figure("", label, "", 110 + 34 * len(groups), showlegend=False)
-    figure.update_xaxes(hoverformat=form)
-    figure.update_yaxes(autorange="reversed", type="category")
-    for group in groups:
-        style = {"boxpoints": "all", "quartilemethod": "linear", "marker_color": group.colour}
-        x = repeated_values(group, key)
-        figure.add_box(x=x, name=group.name, orientation="h", jitter=0, line_width=1.5, **style)
-    return figure

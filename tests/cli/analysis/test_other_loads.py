@@ -64,8 +64,8 @@ def test_all_forms_have_a_page(tmp_path: Path) -> None:
         output = command("report", path, *MODEL, "--out", page)
         assert f"{path.name}: 3 iterations, 2 MoE layers, 4 experts; busiest of 2 devices 1." in output
         shown = PageParts(page.read_text())
-        assert shown.anchors == ["device-load-under-plain-ep", "expert-load-over-iterations"]
-        assert len(shown.figures["device-load-under-plain-ep"]) == 2
+        assert shown.anchors == ["device-load", "expert-load-over-iterations"]
+        assert len(shown.figures["device-load"]) == 2
     write_tokens_per_expert(tmp_path / "save", [2], 2, 1)
     more = ("--cluster", "h200", "--strategies", "ep,fssdp", "--json")
     found = json.loads(command("report", tmp_path / "save", *MODEL, *more))

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.load_sources import read_any_loads
-from megatron_fssdp.records.loads import RecordedLoads
+from megatron_fssdp.records.loads import LOADS_FILE, LoadsWriter, RecordedLoads
 from megatron_fssdp.records.rank_traces import RoutedModel
 
 COUNTS = np.random.default_rng(0).integers(0, 50, (3, 2, 4, 5))  # [I, L, D, E]
@@ -34,6 +34,13 @@ def test_arrays_are_read(array: np.ndarray, wanted: np.ndarray, tmp_path: Path) 
     np.testing.assert_array_equal(loads.of_whole_iterations().counts_ILDE, wanted)
     assert loads.counts_ILDE.ndim == max(array.ndim, 4), "micro-batches keep their axis"
     assert (loads.iterations.tolist(), loads.layers.tolist()) == ([1, 2, 3], [1, 2])
+
+
+def test_a_copy_of_the_file_of_a_run_is_read(tmp_path: Path) -> None:
+    LoadsWriter(tmp_path / "run", [2, 4]).append(7, COUNTS[0])
+    loads = read((tmp_path / "run" / LOADS_FILE).rename(tmp_path / "copy.npy"))
+    np.testing.assert_array_equal(loads.counts_ILDE, COUNTS[:1])
+    assert (loads.iterations.tolist(), loads.layers.tolist()) == ([7], [2, 4])
 
 
 @pytest.mark.parametrize(

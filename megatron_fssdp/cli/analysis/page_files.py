@@ -1,0 +1,129 @@
+"""Writes the pages of ``report`` and ``compare``, and prints their figures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic_core import to_json
+from rich.console import Console
+from rich.table import Table
+
+from megatron_fssdp.cli.analysis.strategy_ranking import recorded_settings
+from megatron_fssdp.cli.analysis.what_if import ranked_settings, ranking_of_loads, what_if
+from megatron_fssdp.cli.shared_options import plain_console
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.files.written_files import refuse_special_file, refuse_unwritable
+from megatron_fssdp.records.run_settings import differing_settings, loss_obstacle
+from megatron_fssdp.report.page import Page
+from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
+from megatron_fssdp.report.simulations.simulation_page import loads_page
+from megatron_fssdp.report.simulations.simulation_report import SimulationReport, ranking_data
+from megatron_fssdp.report.tables import terminal_table
+from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
+from megatron_fssdp.report.trainings.run_page import run_page, settings_table
+from megatron_fssdp.report.trainings.shown_run import not_comparable, shown_runs
+from megatron_fssdp.simulation.moe_job import job_of_run
+
+
+def write_loads_page(
+    source: str,
+    path: Path,
+    model: Sequence[Path] | None,
+    changes: Sequence[str],
+    cluster: str | None,
+    strategies: Sequence[str],
+    *,
+    as_json: bool,
+) -> None:
+    """Write the page of loads that no run of this package recorded, and print their figures."""
+    _refuse(path, cluster, strategies)
+    refuse_unwritable(path, "--out")
+    config = load_run(model or recorded_settings(source), changes)
+    console, name = plain_console(stderr=as_json), Path(source).resolve().name
+    with console.status("reading" if cluster is None else "simulating"):
+        record, note = loads_for_job(source, job_of_run(config))
+        simulated = None
+        if cluster is not None:
+            chosen = ranked_settings(config, strategies)
+            simulated = ranking_of_loads(record, note, name, "", cluster, config, chosen)
+        page = loads_page(name, record.of_whole_iterations(), note, simulated)
+        page.write(path)
+    if as_json:
+        _print_json(page, path, simulated)
+    else:
+        print_lines(console, page.sentence, note, _where(path))
+
+
+def write_run_page(
+    paths: Sequence[Path],
+    path: Path,
+    cluster: str | None,
+    strategies: Sequence[str],
+    *,
+    as_json: bool,
+    loads_only: bool = False,
+) -> None:
+    """Write the page of one run, or of several that are compared with the first, and print the figures."""
+    _refuse(path, cluster, strategies)
+    if len({one.resolve() for one in paths}) < len(paths):
+        raise ConfigurationError("compare: got the same run twice, wanted different runs; give each one once")
+    runs, console = shown_runs(paths), plain_console(stderr=as_json)
+    refuse_unwritable(path, "--out")
+    settings = [shown.run.settings for shown in runs]
+    obstacle = loss_obstacle(settings)
+    if obstacle and not loads_only:
+        raise ConfigurationError(
+            f"compare: the losses of {' and '.join(shown.name for shown in runs)} say nothing of each other, "
+            f"because the runs have {obstacle}; add --loads-only to compare everything else"
+        )
+    with console.status("reading" if cluster is None else "simulating"):
+        simulated = what_if(runs, cluster, strategies)
+        page = run_page(runs, simulated, with_losses=not loads_only)
+        page.write(path)
+    reason, first = not_comparable(runs), None if loads_only else runs[0].run
+    if as_json:
+        rows = []
+        for shown in runs:
+            about = {"name": shown.name, "path": str(shown.run.path), "strategy": shown.run.strategy}
+            figures = {measure.key: measure.value for measure in measures_of(shown.run, first)}
+            rows.append({**about, **figures, "problems": shown.run.problems})
+        differing = differing_settings(settings)
+        more = {"speed_not_comparable": reason or None, "runs": rows, "settings_that_differ": differing}
+        _print_json(page, path, simulated, **more)
+        return
+    below = ["load: tokens of the busiest device over those of an average one; 1 is even"]
+    below += [reason] if reason else []
+    below += [f"simulated, not measured: {simulated.title}"] if simulated is not None else []
+    table = settings_table(runs)
+    tables = [terminal_table(table, "settings that differ")] if table.rows else []
+    tables.append(
+        terminal_table(comparison_table(runs, with_losses=not loads_only), caption="\n".join(below))
+    )
+    problems = (f"{shown.name}: {problem}" for shown in runs for problem in shown.run.problems)
+    print_lines(console, page.sentence, *problems, *tables, _where(path))
+
+
+def print_lines(console: Console, *lines: str | Table) -> None:
+    """Print sentences and tables. A log keeps each sentence on one line, so that a search finds it."""
+    for line in filter(None, lines):
+        wraps = console.is_terminal or not isinstance(line, str)
+        console.print(line, soft_wrap=not wraps)
+
+
+def _refuse(path: Path, cluster: str | None, strategies: Sequence[str]) -> None:
+    if strategies and cluster is None:
+        raise ConfigurationError(
+            f"--strategies {','.join(strategies)}: nothing is ranked without --cluster; add it, or remove "
+            "--strategies"
+        )
+    refuse_special_file(path, "--out")
+
+
+def _print_json(page: Page, path: Path, simulated: SimulationReport | None, **more: object) -> None:
+    ranked = None if simulated is None else ranking_data(simulated)
+    data = {"sentence": page.sentence, "page": str(path), **more, "simulation": ranked}
+    print(to_json(data, indent=2, inf_nan_mode="null").decode())
+
+
+def _where(path: Path) -> str:
+    return f"wrote {path}; open it in a browser (it works without a network)"

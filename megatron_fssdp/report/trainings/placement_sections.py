@@ -1,0 +1,100 @@
+"""Sections of runs' pages: loads between micro-batches, and replicas of experts with ``auto``'s choices.
+
+Shape letters: I iterations, Z micro-batches, L MoE layers, D devices, E experts.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_fssdp.planning.load_changes import LOAD_CHANGES, load_changes
+from megatron_fssdp.report import figures
+from megatron_fssdp.report.load_sections import NO_LAYERS
+from megatron_fssdp.report.page import Part, Section
+from megatron_fssdp.report.tables import Table
+from megatron_fssdp.report.trainings.shown_run import ShownRun, counted
+
+_MOST_SEARCHED = 400  # micro-batches for which replicas are planned
+
+
+def micro_batch_sections(runs: Sequence[ShownRun]) -> list[Section]:
+    """Show how loads differ between micro-batches, if runs have recorded them."""
+    rows: list[tuple[str, ...]] = []
+    for shown in runs:
+        loads, placed = shown.run.micro_batch_loads, shown.run.placements
+        if loads is None or placed is None:
+            continue
+        owned, x = placed.owned_ILED, loads.iterations
+        counts_IZLDE = loads.counts_IZLDE[..., : owned[0, 0].size // owned[0, 0].sum(), :]
+        slots = int((placed.present_ILED & ~owned).sum(axis=2).max()) or 2
+        most = min(50, -(-_MOST_SEARCHED // len(loads.layers)))
+        for i, layer in enumerate(loads.layers):
+            found = load_changes(counts_IZLDE[:, :, i], x, slots, most)
+            cells = zip(found, LOAD_CHANGES.values(), strict=True)
+            words = ("–" if np.isnan(number) else f"{number:{form}}" for number, form in cells)
+            rows.append((f"{shown.name}, layer {layer}", *words))
+    if not rows:
+        return []
+    sentence = (
+        "Max/mean device load under plain expert parallelism. Alike: share of load on the same experts as "
+        "one before. Jumps: more has moved than drift explains. Removed: part of a micro-batch's max/mean "
+        "- 1 that replicas, planned by these counts, would remove, in as many slots as the run had, or 2."
+    )
+    return [Section("Between micro-batches", sentence, [Table(("", *LOAD_CHANGES), tuple(rows))])]
+
+
+def placement_section(runs: Sequence[ShownRun]) -> Section:
+    """Show the replicas of every expert by iteration, and the strategies that ``auto`` changed."""
+    title = "Replicas of every expert"
+    if not any(shown.run.layers for shown in runs):
+        return Section(title, NO_LAYERS)
+    parts: list[Part] = []
+    for shown in runs:
+        placed = shown.run.placements
+        if not shown.run.arrays["num_replicas_IL"].any():
+            parts.append(f"No replicas in {shown.name}.")
+        elif placed is None:
+            parts.append(f"{shown.name}: placements.npy is not there, or cannot be read.")
+        else:
+            replicas_ILE = (placed.present_ILED & ~placed.owned_ILED).sum(axis=3)
+            about = (shown.name if len(runs) > 1 else "", "replicas", placed.iterations, placed.layers)
+            parts.append(figures.expert_maps(*about, replicas_ILE, len(runs)))
+        if times := int((shown.run.arrays["resharded_experts_I"] > 0).sum()):
+            parts.append(f"{shown.name}: experts moved to new owners {counted(times, 'time')}.")
+    sentence = (
+        "A replica is a copy of an expert on another device than its owner's, which computes a part of the "
+        "expert's tokens. Experts whose load is high above should have replicas here."
+    )
+    if rows := tuple(row for shown in runs for row in _selections(shown)):
+        header = ("auto's change before", "layers", "strategy", "predicted gain", "seen gain")
+        parts.append(Table(header, rows))
+        parts.append(
+            "Predicted: modelled milliseconds of an iteration that the change saves. Seen: by how much the "
+            "median iteration became shorter until auto reconsidered. The loads can have changed."
+        )
+    return Section(title, sentence, parts)
+
+
+def _selections(one: ShownRun) -> Iterator[tuple[str, ...]]:
+    """Yield ``auto``'s changes: when, which layers, the new strategy, predicted and seen gain."""
+    selections = [(record, made) for record in one.run.metrics for made in record.selections]
+    for number, (record, change) in enumerate(selections):
+        if not change.changed:
+            continue
+        chosen = {layer.strategy or "–": 0 for layer in record.layers if layer.layer in change.changed}
+        later = (one.seen for _, one in selections[number + 1 :] if one.stage == change.stage)
+        gain, seen = "not known", next(later, None)
+        if seen is not None:
+            gain = _gain(seen.before_s - seen.after_s, seen.before_s) + "; taken back" * seen.is_slower
+        yield (
+            f"{one.name}, iteration {record.iteration:,}",
+            ", ".join(map(str, change.changed)),
+            ", ".join(chosen),
+            _gain(change.predicted_s, change.iteration_s),
+            gain,
+        )
+
+
+def _gain(seconds: float, iteration_s: float | None) -> str:
+    share = f" ({seconds / iteration_s:.1%})" if iteration_s else ""
+    return f"{1e3 * seconds:.3g} ms{share}"
