@@ -165,7 +165,7 @@ def _exact(
 ) -> np.ndarray:
     """Tokens by expert and device that level the loads of devices, or the even ones where that gains little.
 
-    For prices, this is what ``runtime/slots/remap/exact_shares.py`` computes on the device.
+    For prices, this is what ``runtime/slots/remap/interval_kernel.py`` computes on the device.
     """
     present_ED, total_E = placement.present_ED, counts_DE.sum(axis=0).astype(np.float64)
     prior_ED = even_ED + present_ED * ((total_E + 1) * ANY_HOLDER / present_ED.sum(axis=1))[:, None]

@@ -12,7 +12,7 @@ from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
 from megatron_fssdp.runtime.slots.node_slots import SlotRoom
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
@@ -106,18 +106,18 @@ class PassBinder:
         tokens = made.plan.whole_tokens(counts_DE, topology, here)
         made.splits = KnownSplits.of(tokens, slots.expert_DU[here])
         if not slots.are_experts:
-            made.shares = Intervals.of(tokens.sent_ED, slots, self._device)
+            made.shares = Shares.by_intervals(tokens.sent_ED, slots, self._device)
 
     def _shares(
         self, plan: LayerPlan, slots: SlotTable, counts_DE: np.ndarray | None, is_kept: bool
-    ) -> ShareTable | ExactShares | None:
+    ) -> Shares | None:
         topology, here, device = self._local.context.topology, self._local.groups.device, self._device
         if plan.dispatch_policy == "exact" and plan.placement.num_replicas:
-            return ExactShares.of(slots, topology, here, device)
+            return Shares.exact(slots, plan.placement, topology, here, device)
         if slots.are_experts:
             return None
-        host = ShareTable.packed(source_table(plan, slots, topology, here, counts_DE), slots)
-        return ShareTable(self._on_device(host, is_kept), slots.num_slots, slots.num_experts)
+        host = Shares.packed(source_table(plan, slots, topology, here, counts_DE), slots)
+        return Shares.by_table(self._on_device(host, is_kept), slots)
 
     @property
     def _device(self) -> torch.device:

@@ -12,7 +12,7 @@ from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
@@ -27,7 +27,7 @@ class SlotPass:
     parameters_U: Sequence[ExpertParameters | None]  # of each slot of this device; None for an empty slot
     replicas_U: Sequence[int]  # slots of this device without owned experts
     # None if slots are Megatron's own local experts, so that nothing has to be remapped.
-    shares: ShareTable | ExactShares | Intervals | None
+    shares: Shares | None
     transfers: ReplicaTransfers | None  # None without replicas, or with resident ones
     is_late: bool = False  # Gradients of owned experts can be incomplete after their backward pass.
     is_shared: bool = True  # All passes of an iteration use it. Otherwise it belongs to one micro-batch.
