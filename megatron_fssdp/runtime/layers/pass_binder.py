@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
-from megatron_fssdp.planning.slot_tables import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import SlotRoom
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
 from megatron_fssdp.runtime.slots.remap.shares import Shares
@@ -111,13 +111,18 @@ class PassBinder:
     def _shares(
         self, plan: LayerPlan, slots: SlotTable, counts_DE: np.ndarray | None, is_kept: bool
     ) -> Shares | None:
-        topology, here, device = self._local.context.topology, self._local.groups.device, self._device
-        if plan.dispatch_policy == "exact" and plan.placement.num_replicas:
-            return Shares.exact(slots, plan.placement, topology, here, device)
+        topology, here, placement = self._local.context.topology, self._local.groups.device, plan.placement
+        if plan.dispatch_policy == "exact" and placement.num_replicas:
+            return Shares.exact(slots, placement, topology, here, self._device)
         if slots.are_experts:
             return None
-        host = Shares.packed(source_table(plan, slots, topology, here, counts_DE), slots)
-        return Shares.by_table(self._on_device(host, is_kept), slots)
+        if plan.dispatch_policy == "owner":
+            table_JE = owner_table(slots, placement, here)
+        else:
+            table_JE = even_table(slots, placement, topology, here)
+            if counts_DE is not None and plan.needs_counts:
+                table_JE = dispatch_table(slots, plan.dispatch(counts_DE, topology), here, table_JE)
+        return Shares.by_table(self._on_device(Shares.packed(table_JE, slots), is_kept), slots)
 
     @property
     def _device(self) -> torch.device:
