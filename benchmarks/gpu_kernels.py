@@ -103,7 +103,7 @@ def remap_rows(sizes: Any, tokens: int, experts: int, devices: int) -> Iterator[
     routing_map, gathered = torch.from_numpy(map_TE).cuda(), torch.from_numpy(counts_DE).cuda()
     probs = torch.rand(map_TE.shape, device="cuda").requires_grad_()
     upstream = torch.rand(tokens, slots.num_slots, device="cuda")
-    packed = Shares.packed(even_table(slots, placement, topology, 0), slots)
+    table = even_table(slots, placement, topology, 0)
 
     def both_passes(used: Shares) -> None:
         slot_map, slot_probs = used.remap(routing_map, probs, lambda counts_E: gathered)
@@ -115,7 +115,7 @@ def remap_rows(sizes: Any, tokens: int, experts: int, devices: int) -> Iterator[
         raise RuntimeError("remap: got no kernels of Triton, wanted Triton and a C compiler")
     for form, kernels in (("torch", None), ("Triton", shares._kernels())):
         with mock.patch.object(shares, "_kernels_for", lambda device, kernels=kernels: kernels):
-            made = {"even": Shares.by_table(packed.cuda(), slots)}
+            made = {"even": Shares.by_table(table, slots, torch.Tensor.cuda)}
             if kernels is not None:  # Otherwise, the host would be measured.
                 made["exact"] = Shares.exact(slots, placement, topology, 0, routing_map.device)
             for name, used in made.items():

@@ -85,7 +85,6 @@ class RankLayer:
             LayerContext(number, owner_E, self.groups.topology, profile),
             self.groups,
             self.parameters,
-            layout=self._layout(),
             on_pass=self._bind,
             **({"await_parameters": self.arrive} if case.late else {}),
         )

@@ -45,12 +45,12 @@ def test_remap_equals_the_cpu(exact: bool) -> None:
     routing_map = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)) < 0.2)
     probs = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)))
     counts_DE = routing_map.sum(0).repeat(NUM_DEVICES, 1)
-    table = Shares.packed(even_table(slots, where, TOPOLOGY, 1), slots)
+    table = even_table(slots, where, TOPOLOGY, 1)
     ends_ED = exact_ends_ED(counts_DE.numpy(), slots.slot_ED, TOPOLOGY.node_of_device_D, 1)
 
     def remapped(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         here, weights = routing_map.to(device), probs.to(device).requires_grad_()
-        shares = Shares.by_table(table.to(device), slots)
+        shares = Shares.by_table(table, slots, lambda tensor: tensor.to(device))
         if exact and device == "cuda":
             shares = Shares.exact(slots, where, TOPOLOGY, 1, here.device)
         elif exact:

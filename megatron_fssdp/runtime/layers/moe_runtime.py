@@ -11,7 +11,7 @@ from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.messages import wait_for
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
@@ -60,7 +60,6 @@ class MoERuntime:
         groups: ExpertGroups,
         parameters: ParametersByExpert,
         *,
-        layout: ExpertLayout | None = None,
         await_parameters: Callable[[], object] = lambda: None,
         await_gradients: Callable[[], object] = lambda: None,
         on_pass: Callable[[SlotPass], object] = lambda slot_pass: None,
@@ -78,7 +77,6 @@ class MoERuntime:
         experts = LocalExperts(
             f"layer {context.layer}",
             parameters,
-            told_layout=layout,
             await_parameters=await_parameters,
             await_gradients=await_gradients,
         )
@@ -140,7 +138,9 @@ class MoERuntime:
 
     def reset_gradients(self) -> None:
         """Drop gradients, counts and weights of an iteration that was not ended; its plans stay."""
-        self._drop_counts()
+        for of_group in self._counts:
+            of_group.drop()
+        self._counts.clear()
         for layer in self.layers:
             layer.reset()
         self.timer.stop()
@@ -174,11 +174,6 @@ class MoERuntime:
         loads = [layer.end_iteration() for layer in self.layers]
         self.clock.num_micro_batches, self.clock.iteration = 0, None
         return loads
-
-    def _drop_counts(self) -> None:
-        for of_group in self._counts:
-            of_group.drop()
-        self._counts.clear()
 
 
 _DISAGREEMENTS = {

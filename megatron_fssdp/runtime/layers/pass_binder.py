@@ -3,6 +3,8 @@
 Shape letters: D devices, E experts, U slots of a device.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -122,7 +124,7 @@ class PassBinder:
             table_JE = even_table(slots, placement, topology, here)
             if counts_DE is not None and plan.needs_counts:
                 table_JE = dispatch_table(slots, plan.dispatch(counts_DE, topology), here, table_JE)
-        return Shares.by_table(self._on_device(Shares.packed(table_JE, slots), is_kept), slots)
+        return Shares.by_table(table_JE, slots, partial(self._on_device, is_kept=is_kept))
 
     @property
     def _device(self) -> torch.device:

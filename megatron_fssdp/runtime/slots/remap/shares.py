@@ -51,17 +51,10 @@ class Shares:
     expert_W: Tensor
     known: Tensor | Callable[[Gather, Callable[[], Tensor]], Tensor]
 
-    @staticmethod
-    def packed(table_JE: np.ndarray, slots: SlotTable) -> Tensor:
-        """The expert of each slot, then the table: int64 on the host, so that one copy sends both."""
-        return torch.from_numpy(
-            np.concatenate([slots.expert_DU.reshape(-1), by_number(table_JE).reshape(-1)])
-        )
-
     @classmethod
-    def by_table(cls, numbers: Tensor, slots: SlotTable) -> "Shares":
-        """Shares by a table of ``planning/slot_tables.py``, from its :meth:`packed` numbers on the device."""
-        return cls(numbers[: slots.num_slots], numbers[slots.num_slots :].view(slots.num_experts, -1))
+    def by_table(cls, table_JE: np.ndarray, slots: SlotTable, send: Callable[[Tensor], Tensor]) -> "Shares":
+        """Shares by a table of ``planning/slot_tables.py``; ``send`` brings a tensor to the device."""
+        return cls(*_sent(send, slots.expert_DU.reshape(-1), by_number(table_JE)))
 
     @classmethod
     def by_intervals(cls, sent_ED: np.ndarray, slots: SlotTable, device: torch.device) -> "Shares":
@@ -69,10 +62,9 @@ class Shares:
 
         The last slot of an expert also gets what was not counted.
         """
-        numbers = np.concatenate([slots.expert_DU.reshape(-1), _intervals_W2(sent_ED, slots).reshape(-1)])
-        sent = sent_to(torch.from_numpy(numbers), device)
-        interval_W2 = sent[slots.num_slots :].view(-1, 2)
-        return cls(sent[: slots.num_slots], lambda gather, count: interval_W2)
+        send = partial(sent_to, device=device)
+        expert_W, interval_W2 = _sent(send, slots.expert_DU.reshape(-1), _intervals_W2(sent_ED, slots))
+        return cls(expert_W, lambda gather, count: interval_W2)
 
     @classmethod
     def exact(
@@ -84,23 +76,21 @@ class Shares:
         device: torch.device,
     ) -> "Shares":
         """Shares from the counts of the present micro-batch, which every rank of the group must gather."""
+        send, of_slots = partial(sent_to, device=device), slots.expert_DU.reshape(-1)
 
         def planned(gather: Gather, count: Callable[[], Tensor]) -> Tensor:
             counts_DE = gather(count()).cpu().numpy()
             quotas_ED = plan_dispatch("exact", counts_DE, placement, topology).whole_tokens_ED
             sent_ED = whole_tokens(counts_DE, quotas_ED, topology, source).sent_ED
-            return sent_to(torch.from_numpy(_intervals_W2(sent_ED, slots)), device)
+            return send(torch.from_numpy(_intervals_W2(sent_ED, slots)))
 
         if _kernels_for(device) is None:
-            return cls(sent_to(torch.from_numpy(slots.expert_DU.reshape(-1).copy()), device), planned)
+            return cls(*_sent(send, of_slots), planned)
         sizes = topology.num_nodes, max(map(len, topology.devices_by_node))
         device_NG = np.full([1 << (size - 1).bit_length() for size in sizes], -1)
         for node, devices in enumerate(topology.devices_by_node):
             device_NG[node, : len(devices)] = devices
-        arrays = slots.expert_DU.reshape(-1), slots.slot_ED.T, device_NG
-        numbers = sent_to(torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])), device)
-        parts = zip(numbers.split([array.size for array in arrays]), arrays, strict=True)
-        expert_W, *places = (part.view(array.shape) for part, array in parts)
+        expert_W, *places = _sent(send, of_slots, slots.slot_ED.T, device_NG)
 
         def computed(gather: Gather, count: Callable[[], Tensor]) -> Tensor:
             from megatron_fssdp.runtime.slots.remap.interval_kernel import intervals_W2
@@ -121,6 +111,13 @@ class Shares:
         compute = _kernels_for(routing_map.device) or reference
         remapped: tuple[Tensor, Tensor] = compute.remap(routing_map, probs, self.expert_W, known, counts_W)
         return remapped
+
+
+def _sent(send: Callable[[Tensor], Tensor], *arrays: np.ndarray) -> list[Tensor]:
+    """Arrays of int64 on the device, by one copy."""
+    numbers = send(torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays])))
+    parts = numbers.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _intervals_W2(sent_ED: np.ndarray, slots: SlotTable) -> np.ndarray:

@@ -26,6 +26,10 @@ interval_kernel = pytest.importorskip("megatron_fssdp.runtime.slots.remap.interv
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def to_device(tensor):
+    return tensor.to(DEVICE)
+
+
 @st.composite
 def cases(draw):
     """Nodes of several sizes, with devices that have between none and all of the others' experts."""
@@ -76,9 +80,7 @@ def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is
     upstream = torch.tensor(rng.random((num_tokens, slots.num_slots)), dtype=torch.float32, device=DEVICE)
     here = routing_map.to(DEVICE), probs.to(DEVICE), torch.tensor(counts_DE, device=DEVICE), upstream
 
-    table = Shares.by_table(
-        Shares.packed(even_table(slots, placement, topology, source), slots).to(DEVICE), slots
-    )
+    table = Shares.by_table(even_table(slots, placement, topology, source), slots, to_device)
     sent_ED = placement.present_ED * rng.integers(0, 30, placement.present_ED.shape)
     known = Shares.by_intervals(sent_ED, slots, DEVICE)
     ends_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source)
