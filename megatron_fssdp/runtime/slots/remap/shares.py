@@ -85,7 +85,7 @@ class Shares:
             return send(torch.from_numpy(_intervals_W2(sent_ED, slots)))
 
         if _kernels_for(device) is None:
-            return cls(*_sent(send, of_slots), planned)
+            return cls(send(torch.from_numpy(of_slots.copy())), planned)
         sizes = topology.num_nodes, max(map(len, topology.devices_by_node))
         device_NG = np.full([1 << (size - 1).bit_length() for size in sizes], -1)
         for node, devices in enumerate(topology.devices_by_node):
