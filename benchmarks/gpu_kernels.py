@@ -106,7 +106,7 @@ def remap_rows(sizes: Any, tokens: int, experts: int, devices: int) -> Iterator[
     table = even_table(slots, placement, topology, 0)
 
     def both_passes(used: Shares) -> None:
-        slot_map, slot_probs = used.remap(routing_map, probs, lambda counts_E: gathered)
+        slot_map, slot_probs = used.remap(routing_map, probs)
         slot_map.sum(0)
         torch.autograd.grad(slot_probs, probs, upstream)
 
@@ -117,7 +117,9 @@ def remap_rows(sizes: Any, tokens: int, experts: int, devices: int) -> Iterator[
         with mock.patch.object(shares, "_kernels_for", lambda device, kernels=kernels: kernels):
             made = {"even": Shares.by_table(table, slots, torch.Tensor.cuda)}
             if kernels is not None:  # Otherwise, the host would be measured.
-                made["exact"] = Shares.exact(slots, placement, topology, 0, routing_map.device)
+                made["exact"] = Shares.exact(
+                    slots, placement, topology, 0, routing_map.device, lambda counts_E: gathered
+                )
             for name, used in made.items():
                 yield row_of(sizes, "remap", size, f"{name}, {form}", partial(both_passes, used))
 

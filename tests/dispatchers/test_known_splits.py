@@ -42,7 +42,7 @@ def _compare(rank: int, world_size: int, fused: bool) -> None:
     )
     tokens = whole_tokens(counts_DE.numpy(), quotas_ED, topology, rank)
     known = Shares.by_intervals(tokens.sent_ED, slots, torch.device("cpu"))
-    slot_map, _ = known.remap(routing_map, routing_map.float(), gather=pytest.fail)
+    slot_map, _ = known.remap(routing_map, routing_map.float())
 
     config = moe_config(3, 8, 9)
     local = list(range(3 * rank, 3 * rank + 3))

@@ -52,10 +52,10 @@ def test_remap_equals_the_cpu(exact: bool) -> None:
         here, weights = routing_map.to(device), probs.to(device).requires_grad_()
         shares = Shares.by_table(table, slots, lambda tensor: tensor.to(device))
         if exact and device == "cuda":
-            shares = Shares.exact(slots, where, TOPOLOGY, 1, here.device)
+            shares = Shares.exact(slots, where, TOPOLOGY, 1, here.device, lambda counts_E: counts_DE.cuda())
         elif exact:
             shares = Shares.by_intervals(np.diff(ends_ED, axis=1, prepend=0), slots, here.device)
-        slot_map, moved = shares.remap(here, weights, lambda counts: counts_DE.to(device))
+        slot_map, moved = shares.remap(here, weights)
         (moved * slot_map).sum().backward()
         return slot_map.cpu(), (moved * slot_map).detach().cpu(), weights.grad.cpu()
 

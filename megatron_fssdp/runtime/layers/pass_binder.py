@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from megatron_fssdp.collectives.gathered_counts import gather_counts
 from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
 from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
@@ -115,7 +116,8 @@ class PassBinder:
     ) -> Shares | None:
         topology, here, placement = self._local.context.topology, self._local.groups.device, plan.placement
         if plan.dispatch_policy == "exact" and placement.num_replicas:
-            return Shares.exact(slots, placement, topology, here, self._device)
+            gather = partial(gather_counts, group=self._local.groups.expert_parallel)
+            return Shares.exact(slots, placement, topology, here, self._device, gather)
         if slots.are_experts:
             return None
         if plan.dispatch_policy == "owner":

@@ -33,7 +33,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from megatron_fssdp.collectives.gathered_counts import gather_counts
 from megatron_fssdp.collectives.transfer_lanes import advance_transfers
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -149,8 +148,7 @@ class SlotLayer:
             counts_W = self.counts.open(slot_pass, routing_map.device)
             self.counts.add_spread(routing_map)
         if slot_pass.shares is not None:
-            gather = partial(gather_counts, group=self.groups.expert_parallel)
-            return slot_pass.shares.remap(routing_map, probs, gather, counts_W)
+            return slot_pass.shares.remap(routing_map, probs, counts_W)
         if counts_W is not None:
             counts_W.add_(routing_map.sum(0))
         return routing_map, probs

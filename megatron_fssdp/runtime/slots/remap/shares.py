@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 _RUNS = 5  # the first one is slow
 _LAST_END = 2**31 - 1
 
-Gather = Callable[[Tensor], Tensor]
-"""Brings together the counts of a source's tokens by expert, ``[E]``, of all devices: ``[D, E]``."""
+Count = Callable[[], Tensor]
+"""Counts a source's tokens of each expert: int64 ``[E]``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +44,11 @@ class Shares:
     """The remap of one source, on its device.
 
     ``expert_W``, int64, has the expert of each slot, -1 without one. ``known`` is a share table ``[E, J]``
-    (:func:`by_number`), or finds intervals ``[W, 2]`` (:func:`remap_by_intervals`) by a :data:`Gather` and a
-    function that counts this source's tokens of each expert.
+    (:func:`by_number`), or finds intervals ``[W, 2]`` (:func:`remap_by_intervals`) by a :data:`Count`.
     """
 
     expert_W: Tensor
-    known: Tensor | Callable[[Gather, Callable[[], Tensor]], Tensor]
+    known: Tensor | Callable[[Count], Tensor]
 
     @classmethod
     def by_table(cls, table_JE: np.ndarray, slots: SlotTable, send: Callable[[Tensor], Tensor]) -> "Shares":
@@ -64,7 +63,7 @@ class Shares:
         """
         send = partial(sent_to, device=device)
         expert_W, interval_W2 = _sent(send, slots.expert_DU.reshape(-1), _intervals_W2(sent_ED, slots))
-        return cls(expert_W, lambda gather, count: interval_W2)
+        return cls(expert_W, lambda count: interval_W2)
 
     @classmethod
     def exact(
@@ -74,11 +73,16 @@ class Shares:
         topology: Topology,
         source: int,
         device: torch.device,
+        gather: Callable[[Tensor], Tensor],
     ) -> "Shares":
-        """Shares from the counts of the present micro-batch, which every rank of the group must gather."""
+        """Shares from the counts of the present micro-batch.
+
+        ``gather``, of all ranks, brings together the counts of a source's tokens by expert, int64 ``[E]``, of
+        all devices: ``[D, E]``.
+        """
         send, of_slots = partial(sent_to, device=device), slots.expert_DU.reshape(-1)
 
-        def planned(gather: Gather, count: Callable[[], Tensor]) -> Tensor:
+        def planned(count: Count) -> Tensor:
             counts_DE = gather(count()).cpu().numpy()
             quotas_ED = plan_dispatch("exact", counts_DE, placement, topology).whole_tokens_ED
             sent_ED = whole_tokens(counts_DE, quotas_ED, topology, source).sent_ED
@@ -92,7 +96,7 @@ class Shares:
             device_NG[node, : len(devices)] = devices
         expert_W, *places = _sent(send, of_slots, slots.slot_ED.T, device_NG)
 
-        def computed(gather: Gather, count: Callable[[], Tensor]) -> Tensor:
+        def computed(count: Count) -> Tensor:
             from megatron_fssdp.runtime.slots.remap.interval_kernel import intervals_W2
 
             return intervals_W2(gather(count()), source, expert_W, *places)
@@ -101,15 +105,16 @@ class Shares:
 
     @traced("remap")
     def remap(
-        self, routing_map: Tensor, probs: Tensor, gather: Gather, counts_W: Tensor | None = None
+        self, routing_map: Tensor, probs: Tensor, counts_W: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Turn the map, bool, and the probabilities of experts ``[T, E]`` into those of slots ``[T, W]``.
 
         The tokens of each slot are added to ``counts_W``, int32.
         """
-        known = self.known if isinstance(self.known, Tensor) else partial(self.known, gather)
         compute = _kernels_for(routing_map.device) or reference
-        remapped: tuple[Tensor, Tensor] = compute.remap(routing_map, probs, self.expert_W, known, counts_W)
+        remapped: tuple[Tensor, Tensor] = compute.remap(
+            routing_map, probs, self.expert_W, self.known, counts_W
+        )
         return remapped
 
 
@@ -142,11 +147,10 @@ def seconds_of_shares(num_experts: int, topology: Topology, device: torch.device
     everywhere = ExpertPlacement(
         np.zeros(num_experts, np.int64), np.ones((num_experts, num_devices), np.bool_)
     )
-    shares = Shares.exact(slots, everywhere, topology, 0, device)
     counts_DE = torch.ones((num_devices, num_experts), dtype=torch.int64, device=device)
-    known: Any = shares.known
+    known: Any = Shares.exact(slots, everywhere, topology, 0, device, lambda counts_E: counts_DE).known
     with torch.cuda.device_of(counts_DE):
-        return min(elapsed_s(lambda: known(lambda _: counts_DE, list), device) for _ in range(_RUNS))
+        return min(elapsed_s(lambda: known(list), device) for _ in range(_RUNS))
 
 
 def _kernels_for(device: torch.device) -> Any:

@@ -103,8 +103,9 @@ def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted, in_tri
     probs = torch.tensor(rng.random(routing_map.shape), requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "_kernels_for", lambda device: kernels if in_triton else None)
-        made = Shares.exact(slots, placement, topology, source, torch.device("cpu"))
-        slot_map, slot_probs = made.remap(routing_map, probs, lambda counts_E: torch.tensor(count_DE))
+        where = topology, source, torch.device("cpu")
+        made = Shares.exact(slots, placement, *where, lambda counts_E: torch.tensor(count_DE))
+        slot_map, slot_probs = made.remap(routing_map, probs)
     # Even if the counts are those of other tokens, every token reaches a slot of each of its experts, once.
     expert_W = torch.tensor(slots.expert_DU.reshape(-1))
     for expert in range(placement.num_experts):

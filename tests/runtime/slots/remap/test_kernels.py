@@ -44,7 +44,7 @@ def cases(draw):
     return topology, ExpertPlacement(owner_E, present_ED), rng
 
 
-def both(of_torch, of_triton, routing_map, probs, counts_DE, upstream):
+def both(of_torch, of_triton, routing_map, probs, upstream):
     """Map, probabilities and their gradients, in torch and in Triton."""
     results = []
     for use, make in ((None, of_torch), (kernels, of_triton)):
@@ -52,7 +52,7 @@ def both(of_torch, of_triton, routing_map, probs, counts_DE, upstream):
             patch.setattr(shares, "_kernels_for", lambda device, use=use: use)
             weights = probs.clone().requires_grad_()
             counts_W = torch.ones(upstream.shape[1], dtype=torch.int32, device=DEVICE)
-            slot_map, slot_probs = make().remap(routing_map, weights, lambda counts_E: counts_DE, counts_W)
+            slot_map, slot_probs = make().remap(routing_map, weights, counts_W)
             (slot_probs * upstream).sum().backward()
         results.append((slot_map, slot_probs, weights.grad, counts_W))
     return zip(*results, strict=True)
@@ -78,14 +78,21 @@ def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is
     if is_counted:
         counts_DE[source] = routing_map.sum(0).numpy()
     upstream = torch.tensor(rng.random((num_tokens, slots.num_slots)), dtype=torch.float32, device=DEVICE)
-    here = routing_map.to(DEVICE), probs.to(DEVICE), torch.tensor(counts_DE, device=DEVICE), upstream
+    here = routing_map.to(DEVICE), probs.to(DEVICE), upstream
 
     table = Shares.by_table(even_table(slots, placement, topology, source), slots, to_device)
     sent_ED = placement.present_ED * rng.integers(0, 30, placement.present_ED.shape)
     known = Shares.by_intervals(sent_ED, slots, DEVICE)
     ends_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source)
     wanted = Shares.by_intervals(np.diff(ends_ED, axis=1, prepend=0), slots, DEVICE)
-    exact = slots, placement, topology, source, DEVICE
+    exact = (
+        slots,
+        placement,
+        topology,
+        source,
+        DEVICE,
+        lambda counts_E: torch.tensor(counts_DE, device=DEVICE),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interval_kernel, "_ELEMENTS", elements)
         for of_torch, of_triton in (
@@ -104,10 +111,17 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     begin = lambda tensor: nullcontext(devices.append(tensor.device))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "device_of", begin)
     monkeypatch.setattr(shares, "_kernels_for", lambda device: kernels)
-    whole = ExpertPlacement(np.zeros(2, int), np.ones((2, 2), bool))
-    exact = Shares.exact(SlotTable(np.tile(np.arange(2), (2, 1))), whole, Topology((0, 0)), 0, DEVICE)
     counts_DE = torch.ones(2, 2, dtype=torch.int64, device=DEVICE)
-    exact.remap(counts_DE.bool(), counts_DE.float(), lambda counts_E: counts_DE)
+    whole = ExpertPlacement(np.zeros(2, int), np.ones((2, 2), bool))
+    exact = Shares.exact(
+        SlotTable(np.tile(np.arange(2), (2, 1))),
+        whole,
+        Topology((0, 0)),
+        0,
+        DEVICE,
+        lambda counts_E: counts_DE,
+    )
+    exact.remap(counts_DE.bool(), counts_DE.float())
     seconds_of_shares(2, Topology((0, 0)), DEVICE)
     assert devices == [counts_DE.device] * 2
 
