@@ -35,7 +35,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.slots.remap import shares
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import Shares
 
 TOP_K, REPLICAS, DEVICES_PER_NODE, PARTS = 8, 2, 8, 13
 SIZES = {"remap": ((4096, 8192), (128, 256), (8, 32, 64)), "expert": (2048, 7168), "heads": (32, 8192, 128)}
@@ -86,7 +86,7 @@ def beside(sizes: Any, call: Call, copy: Call, num_copies: int) -> list[float | 
 
 
 def remap_rows(sizes: Any, tokens: int, experts: int, devices: int) -> Iterator[Row]:
-    """Stock's work, then even and exact shares, both in torch and in Triton."""
+    """Stock's work, then even shares in torch and in Triton, and exact ones in Triton."""
     size, rng = f"T {tokens:,}, E {experts}, EP {devices}", np.random.default_rng(0)
     topology = Topology.uniform(devices, max(1, devices // DEVICES_PER_NODE))
     owner_E = even_owners(experts, devices)
@@ -103,10 +103,10 @@ def remap_rows(sizes: Any, tokens: int, experts: int, devices: int) -> Iterator[
     routing_map, gathered = torch.from_numpy(map_TE).cuda(), torch.from_numpy(counts_DE).cuda()
     probs = torch.rand(map_TE.shape, device="cuda").requires_grad_()
     upstream = torch.rand(tokens, slots.num_slots, device="cuda")
-    packed = ShareTable.packed(even_table(slots, placement, topology, 0), slots)
+    table = even_table(slots, placement, topology, 0)
 
-    def both_passes(used: ShareTable | ExactShares) -> None:
-        slot_map, slot_probs = used.remap(routing_map, probs, lambda counts_E: gathered)
+    def both_passes(used: Shares) -> None:
+        slot_map, slot_probs = used.remap(routing_map, probs)
         slot_map.sum(0)
         torch.autograd.grad(slot_probs, probs, upstream)
 
@@ -115,9 +115,12 @@ def remap_rows(sizes: Any, tokens: int, experts: int, devices: int) -> Iterator[
         raise RuntimeError("remap: got no kernels of Triton, wanted Triton and a C compiler")
     for form, kernels in (("torch", None), ("Triton", shares._kernels())):
         with mock.patch.object(shares, "_kernels_for", lambda device, kernels=kernels: kernels):
-            even = ShareTable(packed.cuda(), slots.num_slots, experts)
-            exact = ExactShares.of(slots, topology, 0, routing_map.device)
-            for name, used in (("even", even), ("exact", exact)):
+            made = {"even": Shares.by_table(table, slots, torch.Tensor.cuda)}
+            if kernels is not None:  # Otherwise, the host would be measured.
+                made["exact"] = Shares.exact(
+                    slots, placement, topology, 0, routing_map.device, lambda counts_E: gathered
+                )
+            for name, used in made.items():
                 yield row_of(sizes, "remap", size, f"{name}, {form}", partial(both_passes, used))
 
 

@@ -28,7 +28,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.layers.shared_plans import packed, unpacked
-from megatron_fssdp.runtime.slots.remap.shares import Intervals
+from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -82,7 +82,7 @@ def share_out(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, ran
     slots = SlotTable.of(plan.placement, int(plan.placement.replicas_per_device_D.max()))
     tokens = plan.whole_tokens(counts_DE, context.topology, rank)
     KnownSplits.of(tokens, slots.expert_DU[rank])
-    Intervals.of(tokens.sent_ED, slots, torch.device("cpu"))
+    Shares.by_intervals(tokens.sent_ED, slots, torch.device("cpu"))
 
 
 def source(times: dict[str, np.ndarray]) -> str:

@@ -8,7 +8,7 @@ from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
 from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
-from megatron_fssdp.runtime.slots.remap.shares import Intervals
+from megatron_fssdp.runtime.slots.remap.shares import Shares
 from tests.support.training_preload import run_megatron_ranks
 
 from ..megatron_adapter.layer.small_config import moe_config
@@ -41,8 +41,8 @@ def _compare(rank: int, world_size: int, fused: bool) -> None:
         load_E[[0, 3]] - load_E[[0, 3]] // 3,
     )
     tokens = whole_tokens(counts_DE.numpy(), quotas_ED, topology, rank)
-    known = Intervals.of(tokens.sent_ED, slots, torch.device("cpu"))
-    slot_map, _ = known.remap(routing_map, routing_map.float(), gather=pytest.fail)
+    known = Shares.by_intervals(tokens.sent_ED, slots, torch.device("cpu"))
+    slot_map, _ = known.remap(routing_map, routing_map.float())
 
     config = moe_config(3, 8, 9)
     local = list(range(3 * rank, 3 * rank + 3))

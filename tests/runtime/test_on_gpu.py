@@ -3,8 +3,6 @@
 Several ranks share the card (``devtools.one_card``), so one GPU is enough for replicas.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -17,12 +15,13 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.testing import run_ranks
 
 from .case_run import CaseRun
 from .layer_case import LayerCase
+from .slots.remap.exact_reference import exact_ends_ED
 
 pytestmark = pytest.mark.gpu
 
@@ -46,14 +45,17 @@ def test_remap_equals_the_cpu(exact: bool) -> None:
     routing_map = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)) < 0.2)
     probs = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)))
     counts_DE = routing_map.sum(0).repeat(NUM_DEVICES, 1)
-    table = ShareTable.packed(even_table(slots, where, TOPOLOGY, 1), slots)
+    table = even_table(slots, where, TOPOLOGY, 1)
+    ends_ED = exact_ends_ED(counts_DE.numpy(), slots.slot_ED, TOPOLOGY.node_of_device_D, 1)
 
     def remapped(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         here, weights = routing_map.to(device), probs.to(device).requires_grad_()
-        shares: Any = ShareTable(table.to(device), slots.num_slots, slots.num_experts)
-        if exact:
-            shares = ExactShares.of(slots, TOPOLOGY, 1, here.device)
-        slot_map, moved = shares.remap(here, weights, lambda counts: counts_DE.to(device))
+        shares = Shares.by_table(table, slots, lambda tensor: tensor.to(device))
+        if exact and device == "cuda":
+            shares = Shares.exact(slots, where, TOPOLOGY, 1, here.device, lambda counts_E: counts_DE.cuda())
+        elif exact:
+            shares = Shares.by_intervals(np.diff(ends_ED, axis=1, prepend=0), slots, here.device)
+        slot_map, moved = shares.remap(here, weights)
         (moved * slot_map).sum().backward()
         return slot_map.cpu(), (moved * slot_map).detach().cpu(), weights.grad.cpu()
 

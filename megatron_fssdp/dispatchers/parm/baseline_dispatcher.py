@@ -18,7 +18,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megatron_fssdp.dispatchers.parm.dual_collectives import call_with_dual, gather_rows
-from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 
 
 class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
@@ -32,12 +31,12 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
     def __init__(
         self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any
     ) -> None:
-        self._groups = ParmGroups.of(config, pg_collection)
+        self._parts = pg_collection.expt_tp
         whole = SimpleNamespace(ep=pg_collection.ep, expt_tp=None, tp_ep=pg_collection.ep)
         super().__init__(num_local_experts, local_expert_indices, config, whole)
         # Experts sum the gradients of all copies of a token. The gradient is divided by the number of copies
         # where it enters the backward pass, and multiplied again where it leaves it.
-        self._copies = self._groups.tensor_parallel.size() if self._groups.are_equal else 1
+        self._copies = 1 if config.sequence_parallel else pg_collection.tp.size()
         self._sizes: list[int] = []
         self._own_shape = torch.Size()
 
@@ -48,7 +47,7 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
         hidden, probs = (
             _changing_gradient(x, partial(torch.mul, other=self._copies)) for x in (hidden, probs)
         )
-        group = self._groups.parts
+        group = self._parts
         if group.size() > 1:
             self._sizes = [len(hidden)] * group.size()
             if self.config.variable_seq_lengths:
@@ -70,17 +69,17 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Megatron's phase for whole experts, then ESP-AllReduce of the parts' results."""
         rows: Tensor = super().combine_preprocess(hidden_states)
-        if self._groups.parts.size() == 1:
+        if self._parts.size() == 1:
             return rows
         summed = rows.to(self.probs.dtype, copy=True)  # Megatron's all-reduce writes into its argument.
-        total: Tensor = reduce_from_tensor_model_parallel_region(summed, group=self._groups.parts)
+        total: Tensor = reduce_from_tensor_model_parallel_region(summed, group=self._parts)
         return total.to(rows.dtype)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Megatron's last phase, then ESP-Split: results of this rank's own tokens."""
         output: Tensor = super().combine_postprocess(hidden_states)
-        if self._groups.parts.size() > 1:
-            group, sizes = self._groups.parts, self._sizes
+        if self._parts.size() > 1:
+            group, sizes = self._parts, self._sizes
             (output,) = call_with_dual(
                 lambda rows: (rows.split(sizes)[group.rank()],),
                 lambda own: (gather_rows(own, sizes, group),),

@@ -26,8 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megatron_fssdp.dispatchers.parm.dual_collectives import OnRows, call_with_dual
-from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
-from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute
+from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute, devices_of_peers
 
 
 class S1Dispatcher(MoEAlltoAllTokenDispatcher):
@@ -86,9 +85,8 @@ class S2Dispatcher(S1Dispatcher):
         dropping.moe_pad_expert_input_to_capacity = False  # A rank's share of an expert's rows varies.
         super().__init__(num_local_experts, local_expert_indices, dropping, pg_collection)
         self.simultaneous = True  # Results are passed on slice by slice (SAA), not after all have arrived.
-        self._groups = ParmGroups.of(config, pg_collection)
-        self._peers = pg_collection.tp
-        self._device_Y = self._groups.devices_of_peers()
+        self._pg, self._peers = pg_collection, pg_collection.tp
+        self._device_Y = devices_of_peers(pg_collection)
         self._place_TW = torch.empty(0)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
@@ -128,7 +126,7 @@ class S2Dispatcher(S1Dispatcher):
         )
         send_YD, received = self.output_splits_tp.tolist(), self.output_splits
         received = [sum(send_YD[self._peers.rank()])] if received is None else [int(n) for n in received]
-        route = SharedRoute(self._groups, self._device_Y, send_YD, received)
+        route = SharedRoute(self._pg, self._device_Y, send_YD, received)
         place = self._place_TW.view(-1)
         numbers = torch.arange(len(place), device=place.device)
         # ``token * W + slot`` of the rows of all tensor-parallel ranks, by rank, then slot.

@@ -15,8 +15,7 @@ from torch.func import functional_call
 
 from megatron_fssdp.dispatchers.parm.baseline_dispatcher import BaselineDispatcher
 from megatron_fssdp.dispatchers.parm.direct_dispatchers import S1Dispatcher, S2Dispatcher
-from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
-from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
+from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector, have_equal_tokens
 from megatron_fssdp.planning.cost.tensor_schedules import Schedule
 
 _DISPATCHERS: dict[Schedule, type[MoETokenDispatcher]] = {
@@ -58,7 +57,8 @@ class ParmDispatcher(MoETokenDispatcher):
         self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
         self.decision: Any = None  # for the present forward pass, or for the last one
         self._arguments = num_local_experts, local_expert_indices, config, pg_collection
-        self._selector, self._groups = selector, ParmGroups.of(config, pg_collection)
+        self._selector, self._peers = selector, pg_collection.tp
+        self._are_equal = have_equal_tokens(config, pg_collection)
         self._dispatchers: dict[Schedule, Any] = {}
         self._current: Any = None
         self._whole: Any = None
@@ -70,9 +70,9 @@ class ParmDispatcher(MoETokenDispatcher):
         Returns whether this rank must dispatch its own part of the tokens instead of all of them.
         """
         self.decision = decision = self._selector.of(hidden_states, owners_only=self.owners_only)
-        self._is_divided = self._groups.are_equal and decision.schedule in ("s1", "megatron")
+        self._is_divided = self._are_equal and decision.schedule in ("s1", "megatron")
         # With different tokens on all ranks, s2 is s1.
-        schedule = "s1" if decision.schedule == "s2" and not self._groups.are_equal else decision.schedule
+        schedule = "s1" if decision.schedule == "s2" and not self._are_equal else decision.schedule
         if schedule not in self._dispatchers:
             self._dispatchers[schedule] = _DISPATCHERS[schedule](*self._arguments)
         self._current, self._whole = self._dispatchers[schedule], hidden_states
@@ -90,7 +90,7 @@ class ParmDispatcher(MoETokenDispatcher):
             self.begin(hidden_states)
         whole, self._whole = self._whole, None
         num_tokens, schedule = whole.shape[:-1].numel(), self.decision.schedule
-        parts = self._groups.tensor_parallel.size() if self._is_divided else 1
+        parts = self._peers.size() if self._is_divided else 1
         if len(routing_map) * parts != num_tokens:
             raise RuntimeError(
                 f"schedule {schedule}: got {len(routing_map)} of {num_tokens} tokens, wanted one part "
@@ -130,7 +130,7 @@ class ParmDispatcher(MoETokenDispatcher):
         self._current.shared_experts = self.shared_experts
         if self._is_divided:
             output = gather_from_sequence_parallel_region(
-                output, tensor_parallel_output_grad=False, group=self._groups.tensor_parallel
+                output, tensor_parallel_output_grad=False, group=self._peers
             )
         return output + self.shared_experts.get_output() if self._adds_shared else output
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_fssdp.collectives.link_probes import median_s
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows
-from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
-from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute
+from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute, devices_of_peers
 from megatron_fssdp.planning.cost.cost_model import LinkCost, fit_link_cost
 from megatron_fssdp.planning.cost.tensor_schedules import (
     Group,
@@ -33,6 +32,11 @@ _NUM_REPETITIONS = 5
 _LEAST_S = 1e-9  # The fit of alpha and beta needs positive times.
 
 _Calls = dict[tuple[Kind, Group], tuple[int, Callable[[], object]]]
+
+
+def have_equal_tokens(config: Any, pg: Any) -> bool:
+    """Whether several tensor-parallel ranks have the same tokens: without sequence parallelism."""
+    return pg.tp.size() > 1 and not config.sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,12 @@ class ScheduleSelector:
 
     setting: str  # name of a schedule, or "auto"
     config: Any  # Megatron's TransformerConfig as the user wrote it
-    groups: ParmGroups
-    everyone: dist.ProcessGroup  # the ranks of the stage, Megatron's tp_dp_cp
+    pg: Any  # Megatron's process groups; those of the stage's ranks are tp_dp_cp
     _decisions: dict[tuple[torch.Size, bool], Decision] = field(init=False, default_factory=dict)
     _costs: ScheduleCosts | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._are_equal = have_equal_tokens(self.config, self.pg)
 
     def of(self, hidden: Tensor, *, owners_only: bool = True) -> Decision:
         """The decision for a forward pass with these hidden states, ``[sequence, batch, M]``, undivided.
@@ -78,8 +84,8 @@ class ScheduleSelector:
         decision = (
             alike[0] if alike and self.config.variable_seq_lengths else self._decide(hidden, owners_only)
         )
-        length, n_mp = hidden.shape[0], self.groups.tensor_parallel.size()
-        if self.groups.are_equal and decision.schedule in ("s1", "megatron") and length % n_mp:
+        length, n_mp = hidden.shape[0], self.pg.tp.size()
+        if self._are_equal and decision.schedule in ("s1", "megatron") and length % n_mp:
             raise ConfigurationError(
                 f"schedule {decision.schedule}: got sequences of {length} tokens, wanted a multiple of the "
                 f"{n_mp} tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
@@ -89,29 +95,29 @@ class ScheduleSelector:
         return decision
 
     def _decide(self, hidden: Tensor, owners_only: bool) -> Decision:
-        layer, groups = self._layer(hidden), self.groups
+        layer, pg, are_equal = self._layer(hidden), self.pg, self._are_equal
         # The shape decides and not the routing, because all ranks must take the same steps.
         simultaneous = layer.slices_pay
         if self.setting != "auto":
             schedule: Schedule = self.setting  # type: ignore[assignment]
             return Decision(schedule, simultaneous)
         candidates: list[Schedule] = ["s1"]
-        if owners_only and groups.are_equal and not self.config.moe_router_padding_for_quantization:
+        if owners_only and are_equal and not self.config.moe_router_padding_for_quantization:
             # If tensor-parallel ranks have different tokens, s2 equals s1.
             candidates.append("s2")
-        if groups.parts.size() > 1:
+        if pg.expt_tp.size() > 1:
             candidates.append("megatron")  # With whole experts, megatron equals s1.
-        if hidden.shape[0] % groups.tensor_parallel.size() and "s2" in candidates:
+        if hidden.shape[0] % pg.tp.size() and "s2" in candidates:
             candidates = ["s2"]  # The others divide the sequence.
         predicted: dict[Schedule, float] = {}
         if len(candidates) > 1:
             if self._costs is None:
-                self._costs = measured_costs(layer, hidden.detach(), groups, self.everyone, simultaneous)
+                self._costs = measured_costs(layer, hidden.detach(), pg, simultaneous)
             predicted = predicted_seconds(layer, self._costs, tuple(candidates))
         # Of equal ones it is the first: S1 (Parm, Alg. 1).
         best = min(candidates, key=lambda name: predicted.get(name, math.inf))
         decision = Decision(best, simultaneous, predicted)
-        if self.everyone.rank() == 0 and (groups.are_equal or groups.parts.size() > 1):
+        if pg.tp_dp_cp.rank() == 0 and (are_equal or pg.expt_tp.size() > 1):
             why = ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in predicted.items())
             logger.info(
                 f"[fssdp] schedule {best} for {layer.num_tokens:,.0f} tokens and {layer.num_rows:,.0f} rows "
@@ -120,9 +126,9 @@ class ScheduleSelector:
         return decision
 
     def _layer(self, hidden: Tensor) -> ScheduledLayer:
-        config, groups = self.config, self.groups
+        config, pg, are_equal = self.config, self.pg, self._are_equal
         # Tokens are counted for a whole tensor-parallel group.
-        num_tokens = hidden.shape[:-1].numel() * (1 if groups.are_equal else groups.tensor_parallel.size())
+        num_tokens = hidden.shape[:-1].numel() * (1 if are_equal else pg.tp.size())
         share = 1.0
         if config.moe_expert_capacity_factor is not None:
             factor = float(config.moe_expert_capacity_factor)
@@ -131,31 +137,29 @@ class ScheduleSelector:
             num_tokens=num_tokens,
             hidden_size=hidden.shape[-1],
             num_rows=config.moe_router_topk * share * num_tokens,
-            n_mp=groups.tensor_parallel.size(),
-            n_esp=groups.parts.size(),
-            n_ep=groups.devices.size(),
+            n_mp=pg.tp.size(),
+            n_esp=pg.expt_tp.size(),
+            n_ep=pg.ep.size(),
             element_bytes=hidden.element_size(),
-            is_split=not groups.are_equal,
+            is_split=not are_equal,
         )
 
 
-def measured_costs(
-    layer: ScheduledLayer, like: Tensor, groups: ParmGroups, everyone: dist.ProcessGroup, simultaneous: bool
-) -> ScheduleCosts:
-    """Measure alpha and beta of each collective whose groups exist, on all ranks of ``everyone`` at once.
+def measured_costs(layer: ScheduledLayer, like: Tensor, pg: Any, simultaneous: bool) -> ScheduleCosts:
+    """Measure alpha and beta of each collective whose groups exist, on all ranks of the stage at once.
 
     The measured rows have width, dtype and device of ``like``, ``[..., M]``, and the longest :func:`median_s`
     of all ranks counts. Costs are those of Parm's message size: bytes of the whole tensor.
     """
-    most = layer.num_rows / layer.n_mp / groups.devices.size()
+    most = layer.num_rows / layer.n_mp / pg.ep.size()
     sizes = [max(1, round(most * share)) for share in _SHARES]
-    calls = [_calls(size, like, groups, simultaneous=simultaneous) for size in sizes]
+    calls = [_calls(size, like, pg, not layer.is_split, simultaneous=simultaneous) for size in sizes]
     own_s = [
-        [median_s(call, everyone, like.device, _NUM_REPETITIONS) for _, call in found.values()]
+        [median_s(call, pg.tp_dp_cp, like.device, _NUM_REPETITIONS) for _, call in found.values()]
         for found in calls
     ]
     seconds = torch.tensor(own_s, dtype=torch.float64, device=like.device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=everyone)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=pg.tp_dp_cp)
     times = dict(zip(calls[0], seconds.T.tolist(), strict=True))
     costs: dict[tuple[Kind, Group], LinkCost] = {}
     for name, taken in times.items():
@@ -167,13 +171,17 @@ def measured_costs(
     return costs
 
 
-def _calls(per_device: int, like: Tensor, groups: ParmGroups, *, simultaneous: bool) -> _Calls:
+def _calls(per_device: int, like: Tensor, pg: Any, are_equal: bool, *, simultaneous: bool) -> _Calls:
     """Each collective with this number of rows for each device: bytes of the whole tensor, and the call."""
-    num_devices, num_ranks = groups.devices.size(), groups.all_parts.size()
+    num_devices, num_ranks = pg.ep.size(), pg.tp_ep.size()
+    groups: dict[Group, dist.ProcessGroup] = {"ep": pg.ep, "esp": pg.expt_tp, "ep_esp": pg.tp_ep}
+    if are_equal:
+        groups["mp"] = pg.tp
     own = like.new_zeros(per_device * num_devices, like.shape[-1])
     found: _Calls = {}
-    for name, group in groups.by_name.items():
-        size = group.size()
+    for name, group in groups.items():
+        if (size := group.size()) == 1:
+            continue
         if name in ("ep", "ep_esp"):
             sent = like.new_zeros(per_device * size, like.shape[-1])
             exchange = partial(dist.all_to_all_single, torch.empty_like(sent), sent, group=group)
@@ -186,8 +194,8 @@ def _calls(per_device: int, like: Tensor, groups: ParmGroups, *, simultaneous: b
             scatter = partial(dist.reduce_scatter, torch.empty_like(wide), [wide] * size, group=group)
             found["reduce_scatter", name] = own.nbytes * size, scatter
         if name == "mp":
-            device_Y, send_YD = groups.devices_of_peers(), [[per_device] * num_devices] * size
-            route = SharedRoute(groups, device_Y, send_YD, [per_device] * num_ranks)
+            device_Y, send_YD = devices_of_peers(pg), [[per_device] * num_devices] * size
+            route = SharedRoute(pg, device_Y, send_YD, [per_device] * num_ranks)
             results = like.new_zeros(per_device * num_ranks, like.shape[-1])
             collect = partial(route.collect, (results,), simultaneous=simultaneous)
             found["overlapped_all_to_all", "ep_esp"] = results.nbytes, collect

@@ -17,6 +17,7 @@ Y tensor-parallel ranks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,15 @@ from torch import Tensor
 
 from megatron_fssdp.collectives.messages import start_exchange, wait_for
 from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows
-from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
 
 _RESULT_TAG, _GATHER_TAG = 8 << 16, 9 << 16  # They differ from the tags of other messages of these ranks.
+
+
+def devices_of_peers(pg: Any) -> list[int]:
+    """Device number of each tensor-parallel rank, ``[Y]``; collective over these ranks."""
+    device_Y = [0] * pg.tp.size()
+    dist.all_gather_object(device_Y, pg.ep.rank(), group=pg.tp)
+    return device_Y
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +44,7 @@ class SharedRoute:
     It works without autograd. Every rank of both groups must call each method, even without rows.
     """
 
-    groups: ParmGroups
+    pg: Any  # Megatron's process groups
     device_Y: Sequence[int]  # device number of each tensor-parallel rank
     send_YD: list[list[int]]  # rows that each tensor-parallel rank sends to every part of each device
     receive_S: list[int]  # rows that this rank receives from each rank of all parts
@@ -45,7 +52,7 @@ class SharedRoute:
     @property
     def rank(self) -> int:
         """This rank's number among the tensor-parallel ranks."""
-        return self.groups.tensor_parallel.rank()
+        return int(self.pg.tp.rank())
 
     @property
     def rows_Y(self) -> list[int]:
@@ -54,15 +61,15 @@ class SharedRoute:
 
     @property
     def _sent_S(self) -> list[int]:
-        return [number for number in self.send_YD[self.rank] for _ in range(self.groups.parts.size())]
+        return [number for number in self.send_YD[self.rank] for _ in range(self.pg.expt_tp.size())]
 
     def send(self, rows: Tensor) -> Tensor:
         """Send this rank's rows, by device, to all parts of the devices; returns ``[R, ...]`` by source."""
-        num_parts = self.groups.parts.size()
+        num_parts = self.pg.expt_tp.size()
         if num_parts > 1:
             pieces = rows.split(self.send_YD[self.rank])
             rows = torch.cat([piece for piece in pieces for _ in range(num_parts)])
-        received: Tensor = all_to_all(self.groups.all_parts, rows, self.receive_S, self._sent_S)
+        received: Tensor = all_to_all(self.pg.tp_ep, rows, self.receive_S, self._sent_S)
         return received
 
     def collect(self, rows: Sequence[Tensor], *, simultaneous: bool) -> list[Tensor]:
@@ -72,22 +79,22 @@ class SharedRoute:
         tensor ``[sum(rows_Y), ...]`` each, by tensor-parallel rank, in the order in which it sent the rows.
         ``simultaneous`` passes results on slice by slice (SAA) instead of after all have arrived (AAS).
         """
-        if simultaneous and self.groups.devices.size() > 1:
+        if simultaneous and self.pg.ep.size() > 1:
             return self._collect_slices(rows)
-        return [gather_rows(self._own_sums(x), self.rows_Y, self.groups.tensor_parallel) for x in rows]
+        return [gather_rows(self._own_sums(x), self.rows_Y, self.pg.tp) for x in rows]
 
     def _own_sums(self, rows: Tensor) -> Tensor:
         """Results for this rank's own rows, summed over the parts."""
-        partial: Tensor = all_to_all(self.groups.all_parts, rows, self._sent_S, self.receive_S)
-        if self.groups.parts.size() == 1:
+        partial: Tensor = all_to_all(self.pg.tp_ep, rows, self._sent_S, self.receive_S)
+        if self.pg.expt_tp.size() == 1:
             return partial
-        pieces, num_parts = partial.split(self._sent_S), self.groups.parts.size()
+        pieces, num_parts = partial.split(self._sent_S), self.pg.expt_tp.size()
         devices = range(0, len(pieces), num_parts)
         return torch.cat([torch.stack(pieces[first : first + num_parts]).sum(dim=0) for first in devices])
 
     def _collect_slices(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        groups, num_parts, num_steps = self.groups, self.groups.parts.size(), self.groups.devices.size()
-        own, device = self.rank, groups.devices.rank()
+        pg, num_parts, num_steps = self.pg, self.pg.expt_tp.size(), self.pg.ep.size()
+        own, device = self.rank, pg.ep.rank()
         outgoing = [x.contiguous().split(self.receive_S) for x in rows]
         sums = [x.new_empty(sum(self.rows_Y), *x.shape[1:]) for x in rows]
         # Views of the sums by tensor-parallel rank and device, and memory for the parts of this rank's own.
@@ -106,7 +113,7 @@ class SharedRoute:
             to = [(target * num_parts + part) for part in range(num_parts)]
             sent = [(rank, x[rank]) for x in outgoing for rank in to]
             received = [(source * num_parts + i, part) for x in partial for i, part in enumerate(x[source])]
-            return [*chain(*start_exchange(sent, received, groups.all_parts, _RESULT_TAG))]
+            return [*chain(*start_exchange(sent, received, pg.tp_ep, _RESULT_TAG))]
 
         def hand_on(step: int) -> list[dist.Work]:
             """Add the parts that have arrived in a step, and start the gather's messages."""
@@ -117,7 +124,7 @@ class SharedRoute:
             others = [peer for peer in range(len(step_Y)) if peer != own]
             sent = [(peer, x[own][step_Y[own]]) for x in views for peer in others]
             received = [(peer, x[peer][step_Y[peer]]) for x in views for peer in others]
-            return [*chain(*start_exchange(sent, received, groups.tensor_parallel, _GATHER_TAG))]
+            return [*chain(*start_exchange(sent, received, pg.tp, _GATHER_TAG))]
 
         # A step is posted before the one before it is awaited, so that the links between nodes stay busy. On
         # CUDA, ``wait`` lets the current stream wait, and each process group has a stream of its own.

@@ -10,8 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
 from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
 from megatron_fssdp.dispatchers.parm.parm_dispatcher import DividedGate, ParmDispatcher
-from megatron_fssdp.dispatchers.parm.parm_groups import ParmGroups
-from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
+from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector, have_equal_tokens
 from megatron_fssdp.dispatchers.smart_schedule import SmartScheduleTokenDispatcher
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.support.limits import check_slots, keeps_flex
@@ -43,25 +42,23 @@ class SlotDispatchers:
         self._begun: Any = None
         self._whole_tokens: torch.Tensor | None = None
         self._own_tokens: torch.Tensor | None = None
-        parm = ParmGroups.of(layer.config, pg_collection) if pg_collection.tp.size() > 1 else None
-        self.divides_tokens = parm is not None and parm.are_equal
-        self._selector = None if parm is None else self._selector_of(parm)
+        self.divides_tokens = have_equal_tokens(layer.config, pg_collection)
+        self._selector = self._selector_of() if pg_collection.tp.size() > 1 else None
         if self.divides_tokens:
             self._gate = DividedGate(layer.router, pg_collection)
             # Megatron refuses more ranks with the same tokens without sequence parallelism.
             layer.attn_tp_group = SimpleNamespace(size=lambda: 1)
 
-    def _selector_of(self, parm: ParmGroups) -> ScheduleSelector | None:
+    def _selector_of(self) -> ScheduleSelector | None:
         """The selector of the layer's schedule; layers of the same groups share one."""
         session, config = self._session, self._layer.config
         travel = session.strategy.travel
         is_stock = travel.schedule == "megatron" or keeps_flex(self._settings, session.strategy)
-        if is_stock and not parm.are_equal:
+        if is_stock and not self.divides_tokens:
             return None
-        name = parm.devices.group_name
+        name = self._pg_collection.ep.group_name
         if name not in session.selectors:
-            everyone = self._pg_collection.tp_dp_cp
-            session.selectors[name] = ScheduleSelector(travel.schedule, config, parm, everyone)
+            session.selectors[name] = ScheduleSelector(travel.schedule, config, self._pg_collection)
         return session.selectors[name]
 
     def of(self, one: SlotPass) -> Any:
@@ -91,7 +88,7 @@ class SlotDispatchers:
         self._whole_tokens = hidden_states
         self._begun = dispatcher = self._layer.token_dispatcher
         self._own_tokens, *routed = self._gate.route(dispatcher, hidden_states, padding_mask)
-        load, decision = slot_layer.lifecycle.load, dispatcher.decision
+        load, decision = slot_layer.load, dispatcher.decision
         load.schedule, load.schedule_predicted_s = decision.schedule, dict(decision.predicted_s)
         sees_all = decision.schedule in ("s2", "baseline")
         slot_layer.counts.num_counting = self._pg_collection.tp.size() if sees_all else 1

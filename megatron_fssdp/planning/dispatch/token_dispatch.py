@@ -160,7 +160,7 @@ def _exact(even_ED: np.ndarray, total_E: np.ndarray, placement: ExpertPlacement)
 
     A holder gets tokens in proportion to its prior, which is the even ones and a little, and to a weight of
     its device. In each round, weights are divided by a power (:data:`EXPONENTS`) of what devices then have.
-    For prices, this is what ``runtime/slots/remap/exact_shares.py`` computes on the device.
+    For prices, this is what ``runtime/slots/remap/interval_kernel.py`` computes on the device.
     """
     exact_ED, (first_E, holder_P) = even_ED.copy(), placement.holder_lists
     layer = (first_E, holder_P, total_E, np.array(EXPONENTS))

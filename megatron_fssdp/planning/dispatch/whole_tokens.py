@@ -2,7 +2,7 @@
 
 Quotas get the nearest tokens: their device's own, then those of its node, then others. Tokens that leave a
 device and open quotas stand in line, device after device, first along each node, then along all devices, and
-what stands at the same places of both lines goes together (``runtime/slots/remap/exact_shares.py`` has the
+what stands at the same places of both lines goes together (``runtime/slots/remap/interval_kernel.py`` has the
 same rule on the device). All numbers are whole, so all ranks find the same ones.
 
 Shape letters: E experts, D devices, U slots of a device, S sources, H experts with several holders, N nodes,

@@ -11,13 +11,11 @@ from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.messages import wait_for
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
-from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
-from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import IterationClock, LocalLayer
 from megatron_fssdp.runtime.layers.pass_binder import PassBinder
 from megatron_fssdp.runtime.layers.shared_plans import SharedPlans
@@ -62,7 +60,6 @@ class MoERuntime:
         groups: ExpertGroups,
         parameters: ParametersByExpert,
         *,
-        layout: ExpertLayout | None = None,
         await_parameters: Callable[[], object] = lambda: None,
         await_gradients: Callable[[], object] = lambda: None,
         on_pass: Callable[[SlotPass], object] = lambda slot_pass: None,
@@ -80,7 +77,6 @@ class MoERuntime:
         experts = LocalExperts(
             f"layer {context.layer}",
             parameters,
-            told_layout=layout,
             await_parameters=await_parameters,
             await_gradients=await_gradients,
         )
@@ -94,12 +90,11 @@ class MoERuntime:
         group = groups.everyone or groups.expert_parallel
         together = SharedPlans(group, shares_plans=self.strategy.shares_plans)
         together = self._plans.setdefault(group.group_name, together)
-        planner = LayerPlanner(local, together, checks_plans=self.check_plans)
         binder = PassBinder(local, least_slots=least_slots, slot_multiple=slot_multiple)
-        passes = LayerPasses(local, planner, binder, None if before is None else before.passes, on_pass)
+        passes_before = None if before is None else before.passes
+        passes = LayerPasses(local, together, binder, passes_before, on_pass, checks_plans=self.check_plans)
         gradients = HomeGradients(local, passes, on_home)
-        lifecycle = LayerLifecycle(passes, gradients, measures_spread=self.measure)
-        self.layers.append(SlotLayer(lifecycle, before))
+        self.layers.append(SlotLayer(passes, gradients, before, measures_spread=self.measure))
         return self.layers[-1]
 
     def begin_iteration(self, num_micro_batches: int = 0, iteration: int | None = None) -> None:
@@ -134,18 +129,20 @@ class MoERuntime:
             return
         self.clock.driven = False
         for layer in self.layers:
-            layer.lifecycle.reset()
+            layer.reset()
 
     def drop_plans(self) -> None:
         """Forget the plans that an evaluation has made, because what they depend on changes."""
         for layer in self.layers:
-            layer.lifecycle.drop_plan()
+            layer.drop_plan()
 
     def reset_gradients(self) -> None:
         """Drop gradients, counts and weights of an iteration that was not ended; its plans stay."""
-        self._drop_counts()
+        for of_group in self._counts:
+            of_group.drop()
+        self._counts.clear()
         for layer in self.layers:
-            layer.lifecycle.reset()
+            layer.reset()
         self.timer.stop()
         self.clock.driven = self.clock.trains = False
 
@@ -174,14 +171,9 @@ class MoERuntime:
             of_group.take()
         self.clock.driven = self.clock.trains = False
         self.timer.stop()
-        loads = [layer.lifecycle.end_iteration() for layer in self.layers]
+        loads = [layer.end_iteration() for layer in self.layers]
         self.clock.num_micro_batches, self.clock.iteration = 0, None
         return loads
-
-    def _drop_counts(self) -> None:
-        for of_group in self._counts:
-            of_group.drop()
-        self._counts.clear()
 
 
 _DISAGREEMENTS = {
@@ -247,7 +239,5 @@ class _SharedCounts:
         for layer, length in zip(self._layers, self._lengths, strict=True):
             if length:
                 own_SN = numbers_SN[:, begin : begin + length]
-                layer.counts.take(
-                    own_SN, layer.passes.shared, layer.lifecycle.load, layer.local.journal is not None
-                )
+                layer.counts.take(own_SN, layer.passes.shared, layer.load, layer.local.journal is not None)
             begin += length

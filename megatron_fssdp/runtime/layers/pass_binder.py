@@ -3,16 +3,19 @@
 Shape letters: D devices, E experts, U slots of a device.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 
+from megatron_fssdp.collectives.gathered_counts import gather_counts
 from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
-from megatron_fssdp.planning.slot_tables import SlotTable
+from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass, source_table
+from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import SlotRoom
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
@@ -106,18 +109,24 @@ class PassBinder:
         tokens = made.plan.whole_tokens(counts_DE, topology, here)
         made.splits = KnownSplits.of(tokens, slots.expert_DU[here])
         if not slots.are_experts:
-            made.shares = Intervals.of(tokens.sent_ED, slots, self._device)
+            made.shares = Shares.by_intervals(tokens.sent_ED, slots, self._device)
 
     def _shares(
         self, plan: LayerPlan, slots: SlotTable, counts_DE: np.ndarray | None, is_kept: bool
-    ) -> ShareTable | ExactShares | None:
-        topology, here, device = self._local.context.topology, self._local.groups.device, self._device
-        if plan.dispatch_policy == "exact" and plan.placement.num_replicas:
-            return ExactShares.of(slots, topology, here, device)
+    ) -> Shares | None:
+        topology, here, placement = self._local.context.topology, self._local.groups.device, plan.placement
+        if plan.dispatch_policy == "exact" and placement.num_replicas:
+            gather = partial(gather_counts, group=self._local.groups.expert_parallel)
+            return Shares.exact(slots, placement, topology, here, self._device, gather)
         if slots.are_experts:
             return None
-        host = ShareTable.packed(source_table(plan, slots, topology, here, counts_DE), slots)
-        return ShareTable(self._on_device(host, is_kept), slots.num_slots, slots.num_experts)
+        if plan.dispatch_policy == "owner":
+            table_JE = owner_table(slots, placement, here)
+        else:
+            table_JE = even_table(slots, placement, topology, here)
+            if counts_DE is not None and plan.needs_counts:
+                table_JE = dispatch_table(slots, plan.dispatch(counts_DE, topology), here, table_JE)
+        return Shares.by_table(table_JE, slots, partial(self._on_device, is_kept=is_kept))
 
     @property
     def _device(self) -> torch.device:

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,7 +7,6 @@ from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
-from megatron_fssdp.runtime.slots.remap.exact_shares import Holders, exact_ends_ED
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import (
     brute_force_dispatch_DED,
@@ -16,6 +14,7 @@ from tests.planning.placement_cases import (
     placements,
     random_counts_DE,
 )
+from tests.runtime.slots.remap.exact_reference import exact_ends_ED
 
 SEEDS = st.integers(0, 2**32 - 1)
 WHOLE = 840
@@ -94,10 +93,9 @@ def test_exact_dispatch_is_what_the_device_computes(
     counts_DE = WHOLE * random_counts_DE(seed, placement.num_devices, placement.num_experts)
     dispatch = plan_dispatch("exact", counts_DE, placement, topology)
     slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
-    slot_ED, node_D = (torch.from_numpy(array.copy()) for array in (slots.slot_ED, topology.node_of_device_D))
     device_D = np.zeros(placement.num_devices)
     for source in range(placement.num_devices):
-        end_ED = exact_ends_ED(torch.from_numpy(counts_DE), Holders.of(slot_ED, node_D, source)).numpy()
+        end_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source)
         device_D += np.diff(end_ED, axis=1, prepend=0).sum(axis=0)
     slack = placement.num_experts * placement.num_devices
     assert np.abs(dispatch.device_tokens_D - device_D).max() <= slack

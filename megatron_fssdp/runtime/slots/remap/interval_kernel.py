@@ -1,5 +1,21 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Exact shares in two kernels of Triton: which tokens of its expert each slot gets (``exact_shares.py``).
+"""Exact shares in two kernels of Triton: which tokens of its expert each slot gets in this micro-batch.
+
+Replicas are fixed; which holder of an expert computes which of its tokens is still open. The host waits for
+nothing. The rule and its constants are those by which planners price exact dispatch (``token_dispatch.py``):
+
+1. *Level.* Every holder of an expert gets a part of its tokens in proportion to ``prior * weight`` of the
+   device. The prior is even dispatch, nearest holders first. Rounds lower the weights of devices above the
+   mean load and raise the others.
+2. *Round* to whole tokens along the holders of each expert.
+3. *Fill* each holder's quota with the nearest tokens: its own, then those of its node, then others. Tokens
+   and quotas are laid out along lines, as in ``planning/dispatch/whole_tokens.py``.
+4. *Fall back* to even dispatch in the whole layer if its highest device load is hardly higher: its tokens
+   travel less. The highest load is therefore never above that of even dispatch.
+
+Every source computes the same quotas and derives its own part. Sources that round differently still route
+validly; only the loads differ a little from those that were planned. All numbers are float64, in which whole
+numbers of tokens are exact.
 
 A program has a block of experts. Only levelling and fall-back depend on all experts: each program of the
 second kernel computes both itself, with the same bits, because a launch for every round would take longer.
@@ -20,7 +36,8 @@ _ELEMENTS = 1024  # of a [P, B] matrix, however many places there are: eight war
 _LAST_END = tl.constexpr(2**31 - 1)  # the end of the interval of an expert's last slot
 _ANY_HOLDER, _ENOUGH, _LEAST_LOAD = tl.constexpr(ANY_HOLDER), tl.constexpr(ENOUGH), tl.constexpr(LEAST_LOAD)
 _ROUNDS = tl.constexpr(len(EXPONENTS))  # with the exponents 3 and 1 in turn
-_PARTS = tl.constexpr(2.0**20)  # as in exact_shares.py
+# Parts of a token. Whole numbers of them are added up, so 0 stays 0 in whatever order a device adds.
+_PARTS = tl.constexpr(2.0**20)
 _WHOLE = tl.constexpr(1.5 * 2.0**52)  # A sum with it is rounded to a whole number, halves to even ones.
 
 

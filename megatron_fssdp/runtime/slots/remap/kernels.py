@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The remap in Triton, for CUDA: what ``reference.py`` and ``exact_shares.py`` compute, in few kernels.
+"""The remap in Triton, for CUDA: what ``reference.py`` computes, in few kernels.
 
 A program of ``_route`` has a tile of tokens and one of slots. It numbers the tokens of the slot's expert and
 keeps those of the slot. So each entry of the results is written once, and nothing has to be zeroed before.
@@ -8,6 +8,7 @@ No kernel depends on values that the host would have to know, so CUDA graphs may
 Shape letters: T tokens, E experts, W slots of all devices, J rows of a share table, N tiles of tokens.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,16 +27,16 @@ def remap(
 ) -> tuple[Tensor, Tensor]:
     """Turn the map, bool, and the probabilities of experts ``[T, E]`` into those of slots ``[T, W]``.
 
-    ``expert_W``, int64, has the expert of each slot, -1 without one. ``known`` is a share table ``[E, J]``,
-    or turns this source's counts ``[E]`` into ``intervals_W2``; all int64. Tokens are added to ``counts_W``,
-    int32.
+    ``expert_W``, int64, has the expert of each slot, -1 without one. ``known`` is a share table, int64
+    ``[E, J]``, or gives intervals ``[W, 2]`` if it gets a function that counts the tokens of each expert,
+    int64 ``[E]``. Tokens are added to ``counts_W``, int32.
     """
     with torch.cuda.device_of(routing_map):
         routing_map, grid = routing_map.contiguous(), _grid(*routing_map.shape)
         counts_NE = torch.empty((grid[0], routing_map.shape[1]), dtype=torch.int64, device=routing_map.device)
         _count_tokens[grid](routing_map.view(torch.uint8), counts_NE, *routing_map.shape, **_OPTIONS)
         num_rows = known.shape[1] if isinstance(known, Tensor) else 0
-        known = known if isinstance(known, Tensor) else known(counts_NE.sum(0))
+        known = known if isinstance(known, Tensor) else known(partial(counts_NE.sum, 0))
         return _Routed.apply(probs, routing_map, counts_NE, expert_W, known, num_rows, counts_W)
 
 

@@ -1,23 +1,26 @@
 """Shares from exact counts: against quota dispatch, even dispatch and the optimum of fractional tokens."""
 
-from dataclasses import replace
-from unittest import mock
-
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
+from megatron_fssdp.planning.dispatch.whole_tokens import whole_tokens
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table
-from megatron_fssdp.runtime.slots.remap import exact_shares
-from megatron_fssdp.runtime.slots.remap.exact_shares import ENOUGH, Holders, exact_ends_ED, remap_exactly
+from megatron_fssdp.runtime.slots.remap import shares
 from megatron_fssdp.runtime.slots.remap.reference import by_number, remap_by_table
+from megatron_fssdp.runtime.slots.remap.shares import Shares
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import brute_force_dispatch_DED, placements, random_counts_DE
 
+from .exact_reference import ENOUGH, exact_ends_ED
+
+kernels = pytest.importorskip("megatron_fssdp.runtime.slots.remap.kernels")
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -25,14 +28,10 @@ def slots_of(placement):
     return SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
 
 
-def holders_of(placement, topology, source):
-    return Holders.of(slots_of(placement).slot_ED, topology.node_of_device_D, source)
-
-
-def sent_DED(count_DE, placement, topology):
+def sent_DED(count_DE, placement, topology, enough=ENOUGH):
     """Tokens by source, expert and receiving device, as the sources derive them one by one."""
     ends = [
-        exact_ends_ED(torch.tensor(count_DE), holders_of(placement, topology, source)).numpy()
+        exact_ends_ED(count_DE, slots_of(placement).slot_ED, topology.node_of_device_D, source, enough)
         for source in range(placement.num_devices)
     ]
     return np.diff(ends, axis=2, prepend=0)
@@ -74,8 +73,7 @@ def test_sources_agree_and_loads_are_never_above_those_of_even_dispatch(case, se
 def test_falling_back_means_even_dispatch(case, seed):
     topology, placement = case
     count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
-    with mock.patch.object(exact_shares, "ENOUGH", np.inf):
-        sent = sent_DED(count_DE, placement, topology)
+    sent = sent_DED(count_DE, placement, topology, enough=1e9)
     np.testing.assert_array_equal(sent, brute_force_dispatch_DED(count_DE, placement, topology))
 
 
@@ -90,8 +88,10 @@ def test_loads_are_near_the_optimum(case, seed):
 
 
 @examples(60)
-@given(placements(), SEEDS, st.sampled_from([0, 1, 200]), st.booleans())
-def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted):
+@given(
+    placements(), SEEDS, st.sampled_from([0, 1, 200]), st.booleans(), st.sampled_from([False] * 5 + [True])
+)
+def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted, in_triton):
     topology, placement = case
     rng = np.random.default_rng(seed)
     slots, source = slots_of(placement), int(rng.integers(placement.num_devices))
@@ -100,9 +100,12 @@ def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted):
     count_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     if is_counted:
         count_DE[source] = routing_map.sum(0).numpy()
-    holders = holders_of(placement, topology, source)
     probs = torch.tensor(rng.random(routing_map.shape), requires_grad=True)
-    slot_map, slot_probs = remap_exactly(routing_map, probs, torch.tensor(count_DE), holders, slots.num_slots)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "_kernels_for", lambda device: kernels if in_triton else None)
+        where = topology, source, torch.device("cpu")
+        made = Shares.exact(slots, placement, *where, lambda counts_E: torch.tensor(count_DE))
+        slot_map, slot_probs = made.remap(routing_map, probs)
     # Even if the counts are those of other tokens, every token reaches a slot of each of its experts, once.
     expert_W = torch.tensor(slots.expert_DU.reshape(-1))
     for expert in range(placement.num_experts):
@@ -116,9 +119,9 @@ def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted):
     token, slot = slot_map.nonzero(as_tuple=True)
     wanted[token, expert_W[slot]] = upstream[token, slot]
     torch.testing.assert_close(probs.grad, wanted, rtol=0, atol=0)
-    if is_counted:
-        end_ED = exact_ends_ED(torch.tensor(count_DE), holders)
-        sent_ED = end_ED.diff(dim=1, prepend=torch.zeros_like(end_ED[:, :1])).numpy()
+    if is_counted and not in_triton:
+        quotas_ED = plan_dispatch("exact", count_DE, placement, topology).whole_tokens_ED
+        sent_ED = whole_tokens(count_DE, quotas_ED, topology, source).sent_ED
         in_slot_ED = slot_map.sum(0).numpy()[slots.slot_ED] * placement.present_ED
         np.testing.assert_array_equal(in_slot_ED, sent_ED)
 
@@ -126,13 +129,8 @@ def test_the_remap_follows_the_shares(case, seed, num_tokens, is_counted):
 def test_nothing_waits_for_the_host():
     """Fake tensors have no values, so whatever a host would have to know or a shape depend on is an error."""
     placement = ExpertPlacement(np.arange(4) // 2, np.ones((4, 2), bool))
-    topology, slots = Topology.uniform(2, 1), slots_of(placement)
-    count_DE, holders = torch.ones(2, 4, dtype=torch.int64), holders_of(placement, topology, 0)
-    table_EJ = torch.tensor(by_number(even_table(slots, placement, topology, 0)))
-    routing_map, probs = torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4)
+    table_EJ = torch.tensor(by_number(even_table(slots_of(placement), placement, Topology.uniform(2, 1), 0)))
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(t) for t in (count_DE, table_EJ, routing_map, probs)]
-        tensors = {name: mode.from_tensor(t) for name, t in vars(holders).items() if name != "source"}
-        results = remap_exactly(fake[2], fake[3], fake[0], replace(holders, **tensors), 8)
-        results += remap_by_table(fake[2], fake[3], fake[1], 8)
-    assert [tuple(result.shape) for result in results] == [(1, 8)] * 4
+        given = torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4), table_EJ
+        results = remap_by_table(*map(mode.from_tensor, given), 8)
+    assert [tuple(result.shape) for result in results] == [(1, 8)] * 2

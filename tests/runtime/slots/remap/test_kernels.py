@@ -12,17 +12,22 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.slots.remap import shares
-from megatron_fssdp.runtime.slots.remap.shares import ExactShares, Intervals, ShareTable
+from megatron_fssdp.runtime.slots.remap.shares import Shares, seconds_of_shares
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import random_counts_DE
 from tests.support.python_process import python_output
 
+from .exact_reference import exact_ends_ED
 from .test_reference import drawn_routing
 
 pytest.importorskip("devtools.virtual_cuda.posing.triton_kernels")  # which makes Triton's interpreter faster
 kernels = pytest.importorskip("megatron_fssdp.runtime.slots.remap.kernels")
 interval_kernel = pytest.importorskip("megatron_fssdp.runtime.slots.remap.interval_kernel")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def to_device(tensor):
+    return tensor.to(DEVICE)
 
 
 @st.composite
@@ -39,15 +44,15 @@ def cases(draw):
     return topology, ExpertPlacement(owner_E, present_ED), rng
 
 
-def both(make, routing_map, probs, counts_DE, upstream):
+def both(of_torch, of_triton, routing_map, probs, upstream):
     """Map, probabilities and their gradients, in torch and in Triton."""
     results = []
-    for use in (None, kernels):
+    for use, make in ((None, of_torch), (kernels, of_triton)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shares, "_kernels_for", lambda device, use=use: use)
             weights = probs.clone().requires_grad_()
             counts_W = torch.ones(upstream.shape[1], dtype=torch.int32, device=DEVICE)
-            slot_map, slot_probs = make().remap(routing_map, weights, lambda counts_E: counts_DE, counts_W)
+            slot_map, slot_probs = make().remap(routing_map, weights, counts_W)
             (slot_probs * upstream).sum().backward()
         results.append((slot_map, slot_probs, weights.grad, counts_W))
     return zip(*results, strict=True)
@@ -73,27 +78,31 @@ def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is
     if is_counted:
         counts_DE[source] = routing_map.sum(0).numpy()
     upstream = torch.tensor(rng.random((num_tokens, slots.num_slots)), dtype=torch.float32, device=DEVICE)
-    here = routing_map.to(DEVICE), probs.to(DEVICE), torch.tensor(counts_DE, device=DEVICE), upstream
+    here = routing_map.to(DEVICE), probs.to(DEVICE), upstream
 
-    def table():
-        numbers = ShareTable.packed(even_table(slots, placement, topology, source), slots)
-        return ShareTable(numbers.to(DEVICE), slots.num_slots, placement.num_experts)
-
+    table = Shares.by_table(even_table(slots, placement, topology, source), slots, to_device)
     sent_ED = placement.present_ED * rng.integers(0, 30, placement.present_ED.shape)
-    known = Intervals.of(sent_ED, slots, DEVICE)
+    known = Shares.by_intervals(sent_ED, slots, DEVICE)
+    ends_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source)
+    wanted = Shares.by_intervals(np.diff(ends_ED, axis=1, prepend=0), slots, DEVICE)
+    exact = (
+        slots,
+        placement,
+        topology,
+        source,
+        DEVICE,
+        lambda counts_E: torch.tensor(counts_DE, device=DEVICE),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interval_kernel, "_ELEMENTS", elements)
-        for make in (table, lambda: known, lambda: ExactShares.of(slots, topology, source, DEVICE)):
-            for in_torch, in_triton in both(make, *here):
+        for of_torch, of_triton in (
+            (lambda: table, lambda: table),
+            (lambda: known, lambda: known),
+            (lambda: wanted, lambda: Shares.exact(*exact)),
+        ):
+            for in_torch, in_triton in both(of_torch, of_triton, *here):
                 assert in_torch.dtype == in_triton.dtype
                 assert torch.equal(in_torch, in_triton)
-
-
-def test_nodes_whose_devices_are_not_in_line_use_torch(monkeypatch):
-    monkeypatch.setattr(shares, "_kernels_for", lambda device: kernels)
-    slots = SlotTable(np.tile(np.arange(2), (4, 1)))
-    assert ExactShares.of(slots, Topology((0, 0, 1, 1)), 0, DEVICE).holders is None
-    assert ExactShares.of(slots, Topology((0, 1, 0, 1)), 0, DEVICE).holders is not None
 
 
 def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
@@ -102,11 +111,18 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     begin = lambda tensor: nullcontext(devices.append(tensor.device))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "device_of", begin)
     monkeypatch.setattr(shares, "_kernels_for", lambda device: kernels)
-    slots = SlotTable(np.tile(np.arange(2), (2, 1)))
-    exact = ExactShares.of(slots, Topology((0, 0)), 0, DEVICE)
     counts_DE = torch.ones(2, 2, dtype=torch.int64, device=DEVICE)
-    exact.remap(counts_DE.bool(), counts_DE.float(), lambda counts_E: counts_DE)
-    exact.seconds(counts_DE)
+    whole = ExpertPlacement(np.zeros(2, int), np.ones((2, 2), bool))
+    exact = Shares.exact(
+        SlotTable(np.tile(np.arange(2), (2, 1))),
+        whole,
+        Topology((0, 0)),
+        0,
+        DEVICE,
+        lambda counts_E: counts_DE,
+    )
+    exact.remap(counts_DE.bool(), counts_DE.float())
+    seconds_of_shares(2, Topology((0, 0)), DEVICE)
     assert devices == [counts_DE.device] * 2
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.remap.reference import by_number, remap_by_table
-from megatron_fssdp.runtime.slots.remap.shares import Intervals
+from megatron_fssdp.runtime.slots.remap.shares import Shares
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import placements
 
@@ -82,8 +82,8 @@ def test_every_token_goes_to_the_interval_that_has_its_number(case, seed, num_to
         holders = np.flatnonzero(placement.present_ED[expert])
         sent_ED[expert, holders] = np.bincount(rng.integers(0, len(holders), number), minlength=len(holders))
     probs.requires_grad_()
-    known = Intervals.of(sent_ED, slots, torch.device("cpu"))
-    slot_map, slot_probs = known.remap(routing_map, probs, gather=pytest.fail)
+    known = Shares.by_intervals(sent_ED, slots, torch.device("cpu"))
+    slot_map, slot_probs = known.remap(routing_map, probs)
 
     # Token by token, in the order of the devices.
     wanted, number_E = np.zeros((num_tokens, slots.num_slots), bool), np.zeros(len(sent_ED), int)
