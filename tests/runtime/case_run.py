@@ -168,7 +168,9 @@ class CaseRun:
             )
         if is_marked:
             self.runtime.end_evaluation(outside)
-            assert letter == "e" or not any(layer.slots.load.counts_DE.any() for layer in self.layers)
+            assert letter == "e" or not any(
+                layer.slots.lifecycle.load.counts_DE.any() for layer in self.layers
+            )
         assert [layer.slots.history.num_seen for layer in self.layers] == num_seen
 
     def _reference(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:

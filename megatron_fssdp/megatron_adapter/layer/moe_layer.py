@@ -104,7 +104,7 @@ class StrategyMoELayer(MoELayer):
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer's number. Megatron calls this after it has built the layer."""
         super().set_layer_number(layer_number)
-        self.slot_layer.renumber(global_number(self, self._later_layers_before))
+        self.slot_layer.lifecycle.renumber(global_number(self, self._later_layers_before))
 
     def _await_parameters(self) -> None:
         if self._index is None:
@@ -210,7 +210,7 @@ def install_beginnings(model: Iterable[torch.nn.Module]) -> None:
 
 def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     slots = moe.slot_layer
-    slots.local.is_first = first
+    slots.lifecycle.begin_chunk(is_first=first)
 
     def begun(method: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

@@ -1,7 +1,5 @@
 """Says which pass serves a micro-batch: the iteration's, one of its own, or one outside of iterations.
 
-For these passes, it asks the strategy for plans.
-
 Shape letters: T tokens, D devices, E experts.
 """
 
@@ -10,17 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megatron_fssdp.collectives.gathered_counts import start_counts
-from megatron_fssdp.collectives.plan_agreement import check_agreement
-from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
+from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.pass_binder import PassBinder
-from megatron_fssdp.runtime.layers.shared_plans import SharedPlans
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.layer_planning import plan_after_gate
 
 
 class LayerPasses:
@@ -28,25 +22,21 @@ class LayerPasses:
 
     The plan of an iteration does not change until it ends, except for one correction with the first
     micro-batch by strategies that ask for it. All micro-batches and recomputed forward passes use its pass
-    ``shared``, unless a plan is made for each micro-batch. The layer is planned alone, or ``together`` with
-    the other ranks of its group. ``on_pass`` is called when a pass comes into use: the caller binds its
-    dispatcher and its experts to the slots. ``before`` are the passes of the MoE layer before this one on
-    this rank. ``checks_plans`` compares the plans of all ranks before they are used.
+    ``shared``, unless a plan is made for each micro-batch. ``on_pass`` is called when a pass comes into use:
+    the caller binds its dispatcher and its experts to the slots. ``before`` are the passes of the MoE layer
+    before this one on this rank.
     """
 
     def __init__(
         self,
         local: LocalLayer,
-        together: SharedPlans,
+        planner: LayerPlanner,
         binder: PassBinder,
         before: "LayerPasses | None",
         on_pass: Callable[[SlotPass], object],
-        *,
-        checks_plans: bool,
     ) -> None:
-        self.local, self._together, self._binder = local, together, binder
-        self._before, self.on_pass, self._checks_plans = before, on_pass, checks_plans
-        together.layers.append(local)
+        self.local, self._planner, self._binder = local, planner, binder
+        self._before, self.on_pass = before, on_pass
         self.shared: SlotPass | None = None  # of the iteration, once it is planned
         self.own: list[SlotPass] = []  # of single micro-batches, whose gradients are not home
         self.in_use: SlotPass  # of the running forward pass, from :meth:`choose` on
@@ -63,16 +53,10 @@ class LayerPasses:
         return None if self.shared is None else self.shared.plan
 
     def plan_iteration(self, *, is_captured: bool = False) -> SlotPass:
-        """The pass of the running iteration. Its plan is made from the loads of earlier ones, if need be.
-
-        For a CUDA graph that is captured, any plan will do where ranks would share theirs.
-        """
+        """The pass of the running iteration. Its plan is made, if it does not exist."""
         if self.shared is None:
-            plan, history = self._planned(is_captured), self.local.history
-            forecast_DE = None
-            if plan.needs_counts and not history.is_empty:
-                forecast_DE = np.rint(history.forecast_DE()).astype(np.int64)
-            self.shared = self._binder.for_iteration(plan, forecast_DE)
+            plan = self._planner.plan_iteration(is_captured=is_captured)
+            self.shared = self._binder.for_iteration(plan, self._planner.forecast(plan))
             self.use(self.shared)
         return self.shared
 
@@ -182,11 +166,11 @@ class LayerPasses:
 
     def _own_pass(self, routing_map: torch.Tensor, shared: SlotPass) -> SlotPass:
         self._await_parameters()
-        counts_DE = self._host_counts(routing_map)
+        counts_DE = self._planner.host_counts(routing_map)
         # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots.
         own = self._to_recompute(counts_DE) if in_backward() else None
         if own is None:
-            plan = self._plan_after_gate(counts_DE, shared.plan, 1)
+            plan = self._planner.plan_after_gate(counts_DE, shared.plan, 1)
             own = self._binder.for_micro_batch(plan, counts_DE)
             self.own.append(own)
         own.is_recomputed = in_backward()
@@ -202,8 +186,8 @@ class LayerPasses:
 
     def _corrected(self, routing_map: torch.Tensor, before: SlotPass) -> SlotPass:
         """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""
-        counts_DE = self._host_counts(routing_map)
-        plan = self._plan_after_gate(counts_DE, before.plan, max(self.local.clock.num_micro_batches, 1))
+        counts_DE = self._planner.host_counts(routing_map)
+        plan = self._planner.plan_after_gate(counts_DE, before.plan)
         if plan is before.plan:
             return before
         is_gathered = before.transfers is not None and before.transfers.is_gathered
@@ -214,40 +198,3 @@ class LayerPasses:
             placements = before.plan.placement, plan.placement
             after.transfers.add(additional_transfer(*placements, self.local.context.topology))
         return after
-
-    @traced("plan")
-    def _planned(self, is_captured: bool) -> LayerPlan:
-        local = self.local
-        if self._together.are_divided and local.lacks_plan:
-            if is_captured:  # No message can be captured. Any plan has the same tensors.
-                local.planned = local.context.owners_only
-            else:
-                self._together.make(local.experts.device)
-        plan = local.planned = local.planned or local.plan_before_gate()
-        self._compare(plan)
-        return plan
-
-    def _plan_after_gate(self, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int) -> LayerPlan:
-        local = self.local
-        new = plan_after_gate(local.strategy, local.context, counts_DE, plan, num_micro_batches)
-        if new is not plan:
-            self._compare(new)
-        return new
-
-    def _host_counts(self, routing_map: torch.Tensor) -> np.ndarray:
-        """Counts of a micro-batch, bool ``[T, E]``, on all devices, int64 ``[D, E]``; the host waits."""
-        groups = self.local.groups
-        counts = start_counts(routing_map.sum(0), groups.expert_parallel, groups.expert_tensor_parallel)
-        counts_DE: np.ndarray = counts.wait().numpy().sum(axis=0)
-        return counts_DE
-
-    def _compare(self, plan: LayerPlan) -> None:
-        if not self._checks_plans:
-            return
-        groups, iteration = self.local.groups, self.local.clock.iteration
-        what = f"the plan of layer {self.local.context.layer}"
-        if iteration is not None:
-            what += f" in iteration {iteration}"
-        for group in (groups.expert_parallel, groups.expert_tensor_parallel):
-            if group is not None:
-                check_agreement(plan.digest(), group, what)

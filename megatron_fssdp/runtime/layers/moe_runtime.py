@@ -14,8 +14,10 @@ from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
+from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
+from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import IterationClock, LocalLayer
 from megatron_fssdp.runtime.layers.pass_binder import PassBinder
 from megatron_fssdp.runtime.layers.shared_plans import SharedPlans
@@ -90,11 +92,12 @@ class MoERuntime:
         group = groups.everyone or groups.expert_parallel
         together = SharedPlans(group, shares_plans=self.strategy.shares_plans)
         together = self._plans.setdefault(group.group_name, together)
+        planner = LayerPlanner(local, together, checks_plans=self.check_plans)
         binder = PassBinder(local, least_slots=least_slots, slot_multiple=slot_multiple)
-        passes_before = None if before is None else before.passes
-        passes = LayerPasses(local, together, binder, passes_before, on_pass, checks_plans=self.check_plans)
+        passes = LayerPasses(local, planner, binder, None if before is None else before.passes, on_pass)
         gradients = HomeGradients(local, passes, on_home)
-        self.layers.append(SlotLayer(passes, gradients, before, measures_spread=self.measure))
+        lifecycle = LayerLifecycle(passes, gradients, measures_spread=self.measure)
+        self.layers.append(SlotLayer(lifecycle, before))
         return self.layers[-1]
 
     def begin_iteration(self, num_micro_batches: int = 0, iteration: int | None = None) -> None:
@@ -129,12 +132,12 @@ class MoERuntime:
             return
         self.clock.driven = False
         for layer in self.layers:
-            layer.reset()
+            layer.lifecycle.reset()
 
     def drop_plans(self) -> None:
         """Forget the plans that an evaluation has made, because what they depend on changes."""
         for layer in self.layers:
-            layer.drop_plan()
+            layer.lifecycle.drop_plan()
 
     def reset_gradients(self) -> None:
         """Drop gradients, counts and weights of an iteration that was not ended; its plans stay."""
@@ -142,7 +145,7 @@ class MoERuntime:
             of_group.drop()
         self._counts.clear()
         for layer in self.layers:
-            layer.reset()
+            layer.lifecycle.reset()
         self.timer.stop()
         self.clock.driven = self.clock.trains = False
 
@@ -171,7 +174,7 @@ class MoERuntime:
             of_group.take()
         self.clock.driven = self.clock.trains = False
         self.timer.stop()
-        loads = [layer.end_iteration() for layer in self.layers]
+        loads = [layer.lifecycle.end_iteration() for layer in self.layers]
         self.clock.num_micro_batches, self.clock.iteration = 0, None
         return loads
 
@@ -239,5 +242,7 @@ class _SharedCounts:
         for layer, length in zip(self._layers, self._lengths, strict=True):
             if length:
                 own_SN = numbers_SN[:, begin : begin + length]
-                layer.counts.take(own_SN, layer.passes.shared, layer.load, layer.local.journal is not None)
+                layer.counts.take(
+                    own_SN, layer.passes.shared, layer.lifecycle.load, layer.local.journal is not None
+                )
             begin += length

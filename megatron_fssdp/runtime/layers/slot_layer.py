@@ -19,31 +19,20 @@ the opposite order::
 an iteration, SparseAllGather runs once before the first micro-batch, and SparseReduceScatter once after the
 last. Steps in parentheses take place only under re-materialization (Hecate §4.2).
 
-Other methods are for what happens around the passes: iterations end or begin anew, and owners change.
-
 Shape letters: T tokens, E experts, R rows that a rank receives, M model dimension, A rows that a rank sends,
 W slots of all devices.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from megatron_fssdp.collectives.transfer_lanes import advance_transfers
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.clocks.pass_timer import Part
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts, ParametersByExpert
-from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
-from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
-from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
+from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
@@ -51,25 +40,14 @@ from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 class SlotLayer:
     """One MoE layer on this rank. All ranks of the layer's groups call its methods in the same order.
 
-    ``before`` is the MoE layer before it on this rank; it then has this one as ``following``. Owners,
-    resident replicas and costs change only between iterations. With ``measures_spread``, equal on all ranks,
-    it also counts on how many nodes and devices the experts of a token are.
+    ``before`` is the MoE layer before it on this rank; it then has this one as ``following``.
     """
 
-    def __init__(
-        self,
-        passes: LayerPasses,
-        gradients: HomeGradients,
-        before: "SlotLayer | None",
-        *,
-        measures_spread: bool,
-    ) -> None:
-        self.passes, self.gradients, self.local, self.before = passes, gradients, passes.local, before
+    def __init__(self, lifecycle: LayerLifecycle, before: "SlotLayer | None" = None) -> None:
+        self.lifecycle, self.passes, self.gradients = lifecycle, lifecycle.passes, lifecycle.gradients
+        self.local, self.counts = lifecycle.passes.local, lifecycle.counts
         self.groups, self.clock, self.history = self.local.groups, self.local.clock, self.local.history
-        # Of the running iteration, on the host and on the device.
-        self.load = LayerLoad.empty(self.context)
-        self.counts = SlotCounts(self.groups.topology, self.context.owner_E, measures_spread)
-        self.stopwatch: LayerStopwatch | None = None  # to measure costs with, until the layer has a profile
+        self.before = before
         self.following: SlotLayer | None = None
         if before is not None:
             before.following = self
@@ -93,8 +71,8 @@ class SlotLayer:
     def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
         """Mark a border between two parts of the layer, if they are measured (:meth:`PassTimer.border`)."""
         if self.local.timer.is_running and self.clock.trains:
-            seconds = self.load.forward, self.load.backward
-            self.local.timer.border(seconds, tensor, forward, backward)
+            load = self.lifecycle.load
+            self.local.timer.border((load.forward, load.backward), tensor, forward, backward)
 
     def advance_transfers(self, hidden: torch.Tensor | None = None) -> None:
         """Mark a point of the passes with ``hidden``, the same on all ranks, for devices with one queue."""
@@ -111,9 +89,9 @@ class SlotLayer:
         self.plan_iteration()
         if self.groups.transfers is not None:
             self.passes.gather_ahead()
-        if self.stopwatch is not None and hidden is not None:
+        if self.lifecycle.stopwatch is not None and hidden is not None:
             # The span begins when the transfer is posted: what the host did until here hides nothing.
-            self.stopwatch.layer_begins(hidden.device)
+            self.lifecycle.stopwatch.layer_begins(hidden.device)
 
     def prepare(self, routing_map: torch.Tensor | None, *, training: bool) -> None:
         """Provide the slots of the coming forward pass, before its routing is remapped.
@@ -123,14 +101,14 @@ class SlotLayer:
         ``None`` if a CUDA graph made it. Evaluations are not counted.
         """
         self._is_counted = training and self.clock.trains and not in_backward()
-        if self.stopwatch is not None:
-            self.stopwatch.tokens_ready()
+        if self.lifecycle.stopwatch is not None:
+            self.lifecycle.stopwatch.tokens_ready()
         self.advance_transfers()
         if not (self.passes.is_settled and self.clock.driven):
             self.passes.choose(routing_map)
         slot_pass = self.passes.in_use
         if self._is_counted and (routing_map is None or not slot_pass.is_shared):
-            self._count_without_remap(slot_pass)
+            self.lifecycle.count_without_remap(slot_pass)
         if slot_pass.transfers is not None and not slot_pass.plan.gather_ahead:
             slot_pass.transfers.await_weights()
 
@@ -139,7 +117,7 @@ class SlotLayer:
         self._is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
         self.passes.choose_to_capture(is_counted=self._is_counted)
         if self._is_counted:
-            self._count_without_remap(self.passes.in_use)
+            self.lifecycle.count_without_remap(self.passes.in_use)
 
     def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn routing map and probabilities of experts, ``[T, E]``, into those of slots, ``[T, W]``."""
@@ -174,7 +152,7 @@ class SlotLayer:
 
         The result is a context manager for their forward pass. It measures if the layer has a stopwatch.
         """
-        transfers, stopwatch = self.passes.in_use.transfers, self.stopwatch
+        transfers, stopwatch = self.passes.in_use.transfers, self.lifecycle.stopwatch
         if self.following is not None and self.local.strategy.splits and not in_backward():
             self.following.passes.gather_first_part()
         if transfers is not None:
@@ -222,86 +200,3 @@ class SlotLayer:
         if following is not None and not following.local.is_first and not in_backward():
             following.launch(output)
         return output
-
-    # Around the passes.
-
-    def renumber(self, layer: int) -> None:
-        """Set the layer number, which the model assigns after it has built its layers."""
-        local, self.load.layer = self.local, layer
-        local.context = replace(local.context, layer=layer)
-        local.experts = replace(local.experts, what=f"layer {layer}")
-
-    def set_profile(self, profile: LayerProfile) -> None:
-        """Set the costs of the layer, equal on all ranks that plan together."""
-        self.local.context = replace(self.local.context, profile=profile)
-        self.stopwatch = None
-
-    def own(self, owner_E: np.ndarray, parameters: ParametersByExpert, layout: ExpertLayout) -> None:
-        """Set new owners, int64 ``[E]``, without resident replicas.
-
-        A rank that owns no expert, and thus has no ``parameters``, needs the layout.
-        """
-        self.drop_plan()
-        local = self.local
-        local.experts = replace(local.experts, parameters=parameters, residents={}, told_layout=layout)
-        local.context = replace(local.context, owner_E=owner_E, resident=None)
-
-    def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:
-        """Set new resident replicas, by Parameters with the owners' contents."""
-        self.drop_plan()
-        self.local.context = replace(self.local.context, resident=placement)
-        self.local.experts = replace(self.local.experts, residents=residents)
-
-    def end_iteration(self) -> LayerLoad:
-        """Close the iteration: add its counts to the history, drop its plan and replicas, return its load.
-
-        Raises:
-            RuntimeError: Some gradients have not reached the owners, so the optimizer would miss them.
-        """
-        if not self.gradients.is_home:
-            raise RuntimeError(
-                f"{self.local.experts.what}: the iteration ended before all replicas' gradients reached "
-                "their owners; call MoERuntime.finish_gradients() before reading gradients"
-            )
-        load = self._take_load()
-        self.gradients.note_iteration()
-        self.drop_plan()
-        if load.counts_DE.any():
-            self.local.history.append(load.counts_DE, load.micro_batches)
-        return load
-
-    def reset(self) -> None:
-        """Begin the passes of the iteration anew: gradients and counts are dropped, the plan stays."""
-        self._begin_anew()
-        self._take_load()
-        if self.passes.shared is not None:
-            self.passes.use(self.passes.shared)
-
-    def drop_plan(self) -> None:
-        """Begin the iteration anew without its plan."""
-        self._begin_anew()
-        self.passes.forget()
-
-    def _begin_anew(self) -> None:
-        self.passes.begin_anew()
-        self.gradients.begin_anew()
-        self.counts.clear()
-
-    def _take_load(self) -> LayerLoad:
-        local, shared = self.local, self.passes.shared
-        load, self.load = self.load, LayerLoad.empty(local.context)
-        if shared is not None:
-            load.strategy = local.strategy.selected(local.context.layer)
-        if local.journal is not None:
-            load.take(local.journal, local.timer, in_steps=shared is not None and shared.plan.in_steps)
-        if self.stopwatch is not None:
-            self.stopwatch.iteration_ends()
-        return load
-
-    def _count_without_remap(self, slot_pass: SlotPass) -> None:
-        """Count a pass whose counts the host knows, or provide the row to which a CUDA graph counts."""
-        counts_DE, measures = slot_pass.counts_DE, self.local.journal is not None
-        if counts_DE is None:
-            self.counts.open(slot_pass, self.local.experts.device, in_graph=True)
-        else:
-            self.counts.count_on_host(counts_DE, slot_pass, self.load, measures)

@@ -177,14 +177,14 @@ def freeze(experts: slice) -> None:
 
 def split_transfers() -> None:
     """Split every transfer of weights in halves."""
-    from megatron_fssdp.runtime.layers.local_layer import LocalLayer
+    from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
     from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
     def prepare_to_split(prepare: Any, self: Any, settings: Any) -> None:
         prepare(self, settings)
         self.splits = True
 
-    wrap(LocalLayer, "plan_before_gate", lambda plan, self: replace(plan(self), early=0.5))
+    wrap(LayerPlanner, "plan_iteration", lambda plan, self, **how: replace(plan(self, **how), early=0.5))
     wrap(FssdpStrategy, "__init__", prepare_to_split)
 
 

@@ -52,7 +52,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
     """Replay a graph of preprocessing twice in each of two iterations: its tensors, and what is counted."""
     layer, hidden = _captured_layer(rank, world_size)
     slots, clock, dispatcher = layer.slot_layer, layer.slot_layer.clock, layer.token_dispatcher
-    slots.reset()
+    slots.lifecycle.reset()
     sums = slots.counts._rows_W[0], slots.counts._spread.sums
     addresses, counted, spread = set(), [], []
     for _ in range(2):
@@ -75,7 +75,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
         counted.append(int(shared[0]))
         spread.append(int(shared[-1]))
         slots.gradients.finish()
-        slots.end_iteration()
+        slots.lifecycle.end_iteration()
     return addresses, counted, spread
 
 
@@ -104,7 +104,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         differences.append(float((got - wanted).abs().max()))
         wanted.sum().backward()
         slots.gradients.finish()
-        slots.end_iteration()
+        slots.lifecycle.end_iteration()
     return bool(attributes), differences, len(plans)
 
 

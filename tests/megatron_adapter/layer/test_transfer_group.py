@@ -143,7 +143,7 @@ def test_a_layer_begins_with_its_gather_and_parts_of_attention_are_points_if_the
     lane = SimpleNamespace(advance=lambda: order.append("point"))
     monkeypatch.setattr(transfer_lanes, "_stream_lanes", {group: {"weights": lane}})
     slots: Any = SimpleNamespace(groups=SimpleNamespace(one_queue=one_queue), mark=lambda *_: None)
-    slots.local, slots._queue = SimpleNamespace(), group
+    slots.lifecycle, slots._queue = SimpleNamespace(begin_chunk=lambda *, is_first: None), group
     slots.advance_transfers = partial(slot_layer.SlotLayer.advance_transfers, slots)
     slots.launch = lambda hidden: order.append("gather")
     moe: Any = SimpleNamespace(slot_layer=slots)
