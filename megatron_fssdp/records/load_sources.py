@@ -52,6 +52,8 @@ def read_any_loads(
         raise ConfigurationError(
             f"--loads {path}: has {both}, wanted one of them; move them to other folders"
         )
+    if found == [LOADS_FILE] and path.is_dir():  # Somebody's own array may have this name.
+        return read_any_loads(path / LOADS_FILE, model, most, on_progress)
     if found == [LOADS_FILE] or not found:
         return read_loads(path.parent if path.is_file() else path), ""
     if path.is_dir():

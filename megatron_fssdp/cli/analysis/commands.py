@@ -39,7 +39,8 @@ def report_command(
         Path, typer.Argument(help=f"Output folder of a run, or {_OTHER_LOADS}.", metavar="RUN_DIR")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="HTML file to write. Default: report.html in the run's folder.")
+        Path | None,
+        typer.Option(help="HTML file to write. Default: report.html in the folder, or FILE.html beside a file."),
     ] = None,
     model: Annotated[
         Paths, run_files("the run that was traced.", " Only for loads that are not of a run.")
@@ -54,8 +55,11 @@ def report_command(
     from megatron_fssdp.records.metrics_file import METRICS_FILE
 
     _refuse_unranked(strategies, cluster)
-    page = out or (run.parent if run.is_file() else run) / "report.html"
-    if run.name == METRICS_FILE or (run / METRICS_FILE).exists() or not sources_in(run):
+    is_run = run.name == METRICS_FILE or (run / METRICS_FILE).exists() or not sources_in(run)
+    folder = run.parent if is_run and run.is_file() else run
+    # The page of a run is beside its loads.npy.
+    page = out or (run.with_suffix(".html") if folder.is_file() else folder / "report.html")
+    if is_run:
         if model or settings:
             raise ConfigurationError(
                 f"--model: got {run}, which describes its model, wanted other loads; remove it"
