@@ -40,7 +40,9 @@ def report_command(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="HTML file to write. Default: report.html in the folder, or FILE.html beside a file."),
+        typer.Option(
+            help="HTML file to write. Default: report.html in the folder, or FILE.html beside a file."
+        ),
     ] = None,
     model: Annotated[
         Paths, run_files("the run that was traced.", " Only for loads that are not of a run.")

@@ -44,6 +44,8 @@ from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 logger = logging.getLogger(__name__)
 
+_NEVER = 2**62  # iterations since a jump of loads that has not been
+
 
 class IterationDriver:
     """Prepares, begins and ends the iterations of one model under a strategy.
@@ -262,15 +264,17 @@ class IterationDriver:
         nodes = torch.tensor(layers[0].context.topology.node_of_device, device=self._device)
         dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
         topology = Topology(tuple(nodes.tolist()))
-        num_known = len(layers[0].history)
+        # A group that ran no micro-batches in an iteration knows fewer of them.
+        num_known = torch.tensor(len(layers[0].history), device=self._device)
+        dist.all_reduce(num_known, group=copies)
         since_L = [layer.history.num_since_jump for layer in layers]
-        settled_L = torch.tensor([num_known if n is None else n for n in since_L], device=self._device)
+        settled_L = torch.tensor([_NEVER if n is None else n for n in since_L], device=self._device)
         dist.all_reduce(settled_L, op=dist.ReduceOp.MIN, group=copies)
         contexts = [
-            replace(layer.context, topology=topology, num_since_jump=n if n < num_known else None)
+            replace(layer.context, topology=topology, num_since_jump=None if n == _NEVER else n)
             for layer, n in zip(layers, settled_L.tolist(), strict=True)
         ]
-        return StageLoads(contexts, total.cpu().numpy(), max(num_known, 1) * copies.size())
+        return StageLoads(contexts, total.cpu().numpy(), max(int(num_known), 1))
 
 
 def _free_bytes(replicas_bytes: int) -> int:
