@@ -82,6 +82,8 @@ class ModelIterations(HostModel):
         if not trains and self._is_open:
             with self.evaluation():
                 return forward(*args, **kwargs)
+        if self._is_open and self.driver is not None:
+            self.driver.check_replicas()
         results = forward(*args, **kwargs)
         if trains and not self._is_scheduled:
             for one in tree_leaves(results):
@@ -154,11 +156,11 @@ class ModelIterations(HostModel):
             return
         if self.driver is not None:
             self.driver.check_residents()
-        outside = self.session.runtime.begin_evaluation()
+        before = self.session.runtime.begin_evaluation()
         try:
             yield
         finally:
-            self.session.runtime.end_evaluation(outside)
+            self.session.runtime.end_evaluation(before)
 
     def finish_gradients(self) -> None:
         """Bring the gradients of replicas home, before anybody reads or changes gradients. Collective."""

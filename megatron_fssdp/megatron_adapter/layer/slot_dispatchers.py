@@ -58,11 +58,10 @@ class SlotDispatchers:
         is_stock = travel.schedule == "megatron" or keeps_flex(self._settings, session.strategy)
         if is_stock and not parm.are_equal:
             return None
-        name = parm.devices.group_name
-        if name not in session.selectors:
+        if parm.devices not in session.selectors:
             everyone = self._pg_collection.tp_dp_cp
-            session.selectors[name] = ScheduleSelector(travel.schedule, config, parm, everyone)
-        return session.selectors[name]
+            session.selectors[parm.devices] = ScheduleSelector(travel.schedule, config, parm, everyone)
+        return session.selectors[parm.devices]
 
     def of(self, one: SlotPass) -> Any:
         """The dispatcher of a pass."""

@@ -155,8 +155,7 @@ class HomeGradients:
             if self._has_sums:
                 self._reduce_iteration(shared.transfers)
             shared.transfers.settle()
-        for own in list(self._passes.own):
-            self.end_own(own)
+        self._end_those_over()  # Others wait for their backward passes.
         self._are_home()
 
     def end_own(self, own: SlotPass) -> None:

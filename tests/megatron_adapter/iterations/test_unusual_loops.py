@@ -69,6 +69,36 @@ def halving(host: Host, iteration: int) -> None:
     host.step(loss)
 
 
+def crossed(host: Host, iteration: int) -> None:
+    """Two forward passes before their backward passes, in the same order, without a schedule."""
+    from megatron.core.distributed import finalize_model_grads
+
+    host.reset()
+    losses = [host.forward(), host.forward()]
+    for loss in losses:
+        loss.backward()
+    finalize_model_grads([host.model])
+    host.step(float(sum(losses)))
+
+
+def averaged(host: Host, iteration: int) -> None:
+    """In the middle of an iteration, other weights are evaluated in the place of the model's."""
+    host.reset()
+    loss = host.passes(1)
+    own = [parameter.clone() for parameter in host.gpt.parameters()]
+    write(host, [0.7 * one for one in own])
+    host.log_probabilities()
+    write(host, own)
+    host.model.zero_grad_buffer()
+    host.step(loss + host.passes(2))
+
+
+@torch.no_grad()
+def write(host: Host, weights: list[torch.Tensor]) -> None:
+    for parameter, values in zip(host.gpt.parameters(), weights, strict=True):
+        parameter.copy_(values)
+
+
 def halve(host: Host) -> None:
     for parameter in host.model.parameters():
         parameter.main_grad.mul_(0.5)
@@ -88,9 +118,10 @@ def trained(strategy: tuple[str, dict[str, Any]], loop: Callable[[Host, int], No
 
 def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, list[int], bool]]:
     results = []
-    for loop in (late_reset, first_forward_alone, reading, own_finalize, halving):
+    for loop in (late_reset, first_forward_alone, reading, own_finalize, halving, crossed, averaged):
         stock, _ = trained(("none", {}), loop)
-        for strategy in (MOVING, ("quota", {"slots": 2}), ("flexmoe", {})):
+        third = MOVING if loop is averaged else ("flexmoe", {})  # which refuses written weights
+        for strategy in (MOVING, ("quota", {"slots": 2}), third):
             found, session = trained(strategy, loop)
             known = [len(layer.history) for layer in session.runtime.layers]
             results.append((found, stock, known, session.slots.owners.is_even))
@@ -133,6 +164,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
         for one in (plain, host):  # A model that was wrapped under ``none`` goes on as Megatron's own.
             swift(one, iteration)
     assert plain.found.losses == pytest.approx(host.found.losses)
+    host.reset()
+    host.passes(1)
+    write(host, [2 * parameter for parameter in host.gpt.parameters()])
+    note(host.passes)
+    host.reset()
     loss = host.forward()
     host.reset()
     loss.backward()
@@ -159,7 +195,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_be_served_is_one_line() -> None:
-    for in_iteration, between, *_, kept, written, adapted, other in run_megatron_ranks(refusals, 2, ep=2):
+    for middle, in_iteration, between, *_, kept, written, adapted, other in run_megatron_ranks(
+        refusals, 2, ep=2
+    ):
+        assert "written in the middle of an iteration" in middle
         assert not between
         assert "in the middle of an iteration" in in_iteration
         assert "zero_grad_buffer()" in kept
