@@ -93,6 +93,13 @@ class ResidentExperts:
             ),
             [self._ddp],
         )
+        kinds, own = ({type(one) for one, _ in _groups(of)} for of in (optimizer, self._resident_optimizer))
+        if not own <= kinds:
+            raise ConfigurationError(
+                f"resident replicas: got the optimizer {', '.join(sorted(kind.__name__ for kind in kinds))}, "
+                f"wanted {', '.join(sorted(kind.__name__ for kind in own))}, which Megatron builds by the "
+                "model's settings; use another --moe-strategy"
+            )
         if not num_layers:
             return
         _start_states_like(optimizer, self._resident_optimizer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -183,6 +184,9 @@ def refusals(rank: int, world_size: int) -> list[str]:
     for iteration in range(4):
         swift(host, iteration)
     note(lambda: host_loops.slime(host, 4))
+    with patch("megatron.core.optimizer.Adam", type("OtherAdam", (torch.optim.AdamW,), {})):  # as slime does
+        host = Host()
+    note(host.passes)
     wrapped = host_loops.build(host_loops.config())
     for layer in wrapped.decoder.layers:
         for expert in layer.mlp.experts.local_experts:
@@ -195,7 +199,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_be_served_is_one_line() -> None:
-    for middle, in_iteration, between, *_, kept, written, adapted, other in run_megatron_ranks(
+    for middle, in_iteration, between, *_, kept, written, adam, adapted, other in run_megatron_ranks(
         refusals, 2, ep=2
     ):
         assert "written in the middle of an iteration" in middle
@@ -203,5 +207,6 @@ def test_what_cannot_be_served_is_one_line() -> None:
         assert "in the middle of an iteration" in in_iteration
         assert "zero_grad_buffer()" in kept
         assert "weights of experts that were written" in written
+        assert "got the optimizer OtherAdam, wanted AdamW" in adam
         assert "LoRA" in adapted
         assert "none on rank 0 and fssdp on rank 1" in other
