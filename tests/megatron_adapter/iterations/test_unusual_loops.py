@@ -143,6 +143,8 @@ def test_unusual_loops_train_as_stock_megatron() -> None:
 
 def refusals(rank: int, world_size: int) -> list[str]:
     """What each case says, or nothing."""
+    from megatron.core.distributed import DistributedDataParallel
+
     import megatron_fssdp
     from megatron_fssdp.config.errors import ConfigurationError
 
@@ -169,6 +171,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
     host.passes(1)
     write(host, [2 * parameter for parameter in host.gpt.parameters()])
     note(host.passes)
+    host.reset()
+    gpt = host_loops.build(host.config).requires_grad_(False)
+    frozen = DistributedDataParallel(host.config, host.model.ddp_config, gpt)
+    note(lambda: host.forward(frozen))  # with gradients, in training mode
     host.reset()
     loss = host.forward()
     host.reset()
@@ -199,10 +205,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_be_served_is_one_line() -> None:
-    for middle, in_iteration, between, *_, kept, written, adam, adapted, other in run_megatron_ranks(
+    for middle, frozen, in_iteration, between, *_, kept, written, adam, adapted, other in run_megatron_ranks(
         refusals, 2, ep=2
     ):
         assert "written in the middle of an iteration" in middle
+        assert not frozen
         assert not between
         assert "in the middle of an iteration" in in_iteration
         assert "zero_grad_buffer()" in kept
