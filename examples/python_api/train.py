@@ -5,9 +5,12 @@ Start it with ``torchrun --standalone --nproc-per-node 2 train.py``, on GPUs or 
 loads of devices with and without replicas.
 """
 
+import argparse
 import os
 
-import megatron_fssdp
+argparse.ArgumentParser(description=__doc__).parse_args()
+
+import megatron_fssdp  # noqa: E402
 
 # Before the model is built. On a machine without a GPU, this makes Megatron run on the CPU.
 attachment = megatron_fssdp.attach("fssdp", {"slots": 1, "overlap_degree": 2, "record_dir": "records"})

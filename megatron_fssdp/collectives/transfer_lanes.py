@@ -104,10 +104,10 @@ class ThreadTransfer(PendingTransfer):
 class ThreadLane:
     """A thread that runs the transfers of one process group one by one, in the order of their submission."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Steps, Future[None], TransferTimer]] = queue.SimpleQueue()
         # A daemon, because a transfer whose peer is gone must not keep the process from ending.
-        threading.Thread(target=self._work, name=f"transfers of {name}", daemon=True).start()
+        threading.Thread(target=self._work, name="transfers", daemon=True).start()
 
     def submit(self, steps: Steps, timer: TransferTimer) -> ThreadTransfer:
         """Queue a transfer."""
@@ -238,17 +238,17 @@ class StreamLane:
             self._open.popleft().issue_all()
 
 
-_thread_lanes: dict[tuple[int, str], ThreadLane] = {}
+_thread_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[int, ThreadLane]] = WeakKeyDictionary()
 _stream_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[object, StreamLane]] = WeakKeyDictionary()
 
 
 def thread_lane(group: dist.ProcessGroup) -> ThreadLane:
     """The thread lane of a process group in this process; it is created at the first call."""
-    # The process number is part of the key because a forked process does not inherit threads.
-    key = (os.getpid(), group.group_name)
-    if key not in _thread_lanes:
-        _thread_lanes[key] = ThreadLane(group.group_name)
-    return _thread_lanes[key]
+    # The process number is a key because a forked process does not inherit threads.
+    lanes, process = _thread_lanes.setdefault(group, {}), os.getpid()
+    if process not in lanes:
+        lanes[process] = ThreadLane()
+    return lanes[process]
 
 
 def stream_lane(group: dist.ProcessGroup, device: torch.device, use: str = "transfers") -> StreamLane:

@@ -52,8 +52,10 @@ def read_any_loads(path: Path, model: RoutedModel, most: int | None = None) -> t
         raise ConfigurationError(
             f"--loads {path}: has {both}, wanted one of them; move them to other folders"
         )
-    if found == [LOADS_FILE] or not found:
+    if not found:
         return read_loads(path), ""
+    if found == [LOADS_FILE]:  # Somebody's own array may have this name.
+        return _read_array(path / LOADS_FILE), ""
     if path.is_dir():
         loads, note = read_rank_traces(path, found[0], model, most)
         return loads, f"{'router traces' if found[0] == ROUTER_TRACES else 'tokens per expert'} {note}"

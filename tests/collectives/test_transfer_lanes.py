@@ -39,7 +39,7 @@ def test_exposed_time_never_exceeds_the_transfers_time() -> None:
 
 
 def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on() -> None:
-    lane = ThreadLane("test")
+    lane = ThreadLane()
 
     def broken() -> None:
         raise ConnectionError("peer went away")
@@ -68,7 +68,7 @@ def test_the_seconds_of_a_transfer_beside_an_interval() -> None:
 
 
 def test_neither_lanes_nor_timers_keep_tensors_alive() -> None:
-    lane, refs = ThreadLane("test"), list[StorageWeakRef]()
+    lane, refs = ThreadLane(), list[StorageWeakRef]()
 
     def steps() -> Steps:
         tensor = torch.ones(100)

@@ -159,15 +159,15 @@ class CaseRun:
 
     def _evaluate(self, letter: str) -> None:
         batch, is_marked = self.draw(), self.case.driven and letter != "O"
-        outside = self.runtime.begin_evaluation() if is_marked else True
+        before = self.runtime.begin_evaluation() if is_marked else None
         num_seen = [layer.slots.history.num_seen for layer in self.layers]
         with torch.inference_mode() if self.rng.random() < 0.5 else torch.no_grad():
             output, *_ = self.forward(batch, training=False)
             self.result.compare(
                 "evaluation", output, batch.of_rank(self._reference(batch)[0].detach(), self.rank)
             )
-        if is_marked:
-            self.runtime.end_evaluation(outside)
+        if before is not None:
+            self.runtime.end_evaluation(before)
             assert letter == "e" or not any(
                 layer.slots.lifecycle.load.counts_DE.any() for layer in self.layers
             )

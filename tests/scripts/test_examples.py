@@ -19,6 +19,10 @@ def run(words: list[str], folder: Path, **variables: str) -> str:
     return done.stdout
 
 
+def test_the_python_api_has_a_help_without_ranks(tmp_path: Path) -> None:
+    assert "torchrun" in run([sys.executable, str(EXAMPLES / "python_api" / "train.py"), "--help"], tmp_path)
+
+
 @pytest.mark.slow
 def test_the_python_api_trains_without_the_launcher(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -38,7 +38,10 @@ def report_command(
         Path, typer.Argument(help=f"Output folder of a run, or {_OTHER_LOADS}.", metavar="RUN_DIR")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="HTML file to write. Default: report.html in the run's folder.")
+        Path | None,
+        typer.Option(
+            help="HTML file to write. Default: report.html in the folder, or FILE.html beside a file."
+        ),
     ] = None,
     model: Annotated[
         Paths, run_files("the run that was traced.", " Only for loads that are not of a run.")
@@ -53,9 +56,12 @@ def report_command(
     from megatron_fssdp.records.load_sources import sources_in
     from megatron_fssdp.records.metrics_file import METRICS_FILE
 
-    page = out or (run.parent if run.is_file() else run) / "report.html"
+    is_run = run.name == METRICS_FILE or (run / METRICS_FILE).exists() or not sources_in(run)
+    folder = run.parent if is_run and run.is_file() else run
+    # The page of a run is beside its loads.npy.
+    page = out or (run.with_suffix(".html") if folder.is_file() else folder / "report.html")
     what_if = cluster, _names(strategies)
-    if run.name != METRICS_FILE and not (run / METRICS_FILE).exists() and sources_in(run):
+    if not is_run:
         write_loads_page(str(run), page, model, settings or (), *what_if, as_json=as_json)
     elif model or settings:
         raise ConfigurationError(

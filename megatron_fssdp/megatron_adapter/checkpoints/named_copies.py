@@ -33,15 +33,8 @@ EXPORTS = {
 }
 """Methods by which hosts read or write experts by name, on all ranks, with the model as an argument."""
 
-_WITHOUT_A_CALL = ("verl", "slime", "nemo_rl")  # hosts that also read named_parameters()
 _SLOTS = "slots_of_fssdp"
 _RESTORE = "call megatron_fssdp.restore_owners(model) on all ranks between two iterations"
-
-
-def knows_exports() -> bool:
-    """Whether all that reads experts by name in this process is known, so that owners may move."""
-    hosts = ("megatron.bridge.training.train", "mcore_bridge")
-    return any(name in sys.modules for name in hosts) and not any(n in sys.modules for n in _WITHOUT_A_CALL)
 
 
 @cache  # once in a process

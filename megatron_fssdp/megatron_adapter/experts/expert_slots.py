@@ -68,6 +68,13 @@ class ExpertSlots:
         """The Parameters of every slot of this rank, in the order of slots, ``L*E/D`` entries."""
         return [parameters for experts in self._experts for parameters in experts.parameters]
 
+    def versions(self) -> list[int]:
+        """How often somebody has written each Parameter of this rank's slots.
+
+        DDP and Megatron's optimizers write buffers, of which a Parameter is a view with its own counter.
+        """
+        return [parameter._version for slot in self.parameters for parameter in slot]
+
     def adopt(self, owners: OwnerMap) -> None:
         """Tell all layers who owns which expert from now on. The slots hold these experts already."""
         slots = self.parameters

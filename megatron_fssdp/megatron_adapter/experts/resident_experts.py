@@ -93,6 +93,13 @@ class ResidentExperts:
             ),
             [self._ddp],
         )
+        kinds, own = ({type(one) for one, _ in _groups(of)} for of in (optimizer, self._resident_optimizer))
+        if not own <= kinds:
+            raise ConfigurationError(
+                f"resident replicas: got the optimizer {', '.join(sorted(kind.__name__ for kind in kinds))}, "
+                f"wanted {', '.join(sorted(kind.__name__ for kind in own))}, which Megatron builds by the "
+                "model's settings; use another --moe-strategy"
+            )
         if not num_layers:
             return
         _start_states_like(optimizer, self._resident_optimizer)
@@ -135,21 +142,17 @@ class ResidentExperts:
             slot_of = new.held_by(layer.groups.device, index)
             own = self.parameters[index * new.slots :]
             layer.lifecycle.keep(placement, {expert: own[slot] for expert, slot in slot_of.items()})
-        self._versions = self._written()
+        self._versions = self._owned.versions()
         return report
 
     def check(self) -> None:
         """Refuse, by a ConfigurationError, owners that somebody has written since the last step."""
-        if self._versions != self._written() and (self._map.expert_LDW != EMPTY).any():
+        if self._versions != self._owned.versions() and (self._map.expert_LDW != EMPTY).any():
             raise ConfigurationError(
                 "resident replicas: got weights of experts that were written between two iterations, perhaps "
                 "those of a reference model, wanted weights that only the optimizer changes; use another "
                 "--moe-strategy"
             )
-
-    def _written(self) -> list[int]:
-        # DDP and Megatron's optimizers write buffers, of which a Parameter is a view with its own counter.
-        return [parameter._version for owned in self._owned.parameters for parameter in owned]
 
     def _scale_and_note(self, scale_gradients: Callable[[Any], None], factor: float | torch.Tensor) -> None:
         # Under --calculate-per-token-loss, Megatron sums gradients over the data-parallel ranks and divides
@@ -181,7 +184,7 @@ class ResidentExperts:
         # no replicas.
         self._resident_optimizer.prepare_grads()
         self._resident_optimizer.step_with_ready_grads()
-        self._versions = self._written()
+        self._versions = self._owned.versions()
 
     def _copy_settings(self) -> None:
         # Learning rate, weight decay and others change during a training.

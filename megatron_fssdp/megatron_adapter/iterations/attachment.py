@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import install_exports, knows_exports
+from megatron_fssdp.megatron_adapter.checkpoints.named_copies import install_exports
 from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
@@ -110,7 +110,7 @@ class Attachment:
     def _may_move(self, settings: PlacementSettings) -> tuple[PlacementSettings, str]:
         """Settings under which owners move only if that is safe or asked for, and why they do not move."""
         is_asked = "reshard_interval" in settings.model_fields_set
-        if is_asked or not self.host.exports_by_name or knows_exports():
+        if is_asked or not self.host.exports_by_name:
             return settings, ""
         if self.name == "smartmoe":
             raise ConfigurationError(

@@ -6,7 +6,9 @@ and functions that a module looks up when it calls them. So hosts that have impo
     schedules.forward_backward_*           passes begin; says how many micro-batches, and whether they train
     DistributedDataParallel.__init__       a model joins
     _ParamAndGradBuffer.reset              gradients are set to zero: an open iteration is dropped
-    DistributedDataParallel.scale_gradients, prepare_grads and get_grad_norm of optimizers
+    DistributedDataParallel.start_grad_sync, finish_grad_sync, scale_gradients
+                                           a rank without passes joins the iteration of the others
+    the latter, prepare_grads and get_grad_norm of optimizers
                                            replicas' gradients come home before
     step of optimizers                     the iteration ends
     states of optimizers by position       experts that have moved are refused
@@ -52,6 +54,8 @@ def install() -> None:
     for name in _SCHEDULES:
         wrap(schedules, name, _run_passes)
     wrap(DistributedDataParallel, "__init__", _wrap_model)
+    for name in ("start_grad_sync", "finish_grad_sync", "scale_gradients"):
+        wrap(DistributedDataParallel, name, _join)
     wrap(DistributedDataParallel, "scale_gradients", _when_home)
     wrap(_ParamAndGradBuffer, "reset", _reset)
     wrap(MoELayer, "route", _route)
@@ -122,6 +126,12 @@ def _reset(reset: Any, buffer: Any) -> None:
     if (model := model_of(buffer)) is not None:
         model.drop()
     reset(buffer)
+
+
+def _join(change: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
+    if (model := model_of(ddp)) is not None:
+        model.join()
+    return change(ddp, *args, **kwargs)
 
 
 def _when_home(read: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

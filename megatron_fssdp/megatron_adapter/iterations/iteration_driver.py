@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
@@ -44,6 +45,8 @@ from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 logger = logging.getLogger(__name__)
 
+_NEVER = 2**62  # iterations since a jump of loads that has not been
+
 
 class IterationDriver:
     """Prepares, begins and ends the iterations of one model under a strategy.
@@ -65,6 +68,7 @@ class IterationDriver:
         self._iterations_to_measure = self._measured_replicas_bytes = 0
         self._began_s = 0.0
         self._number = 0
+        self._versions: list[int] = []  # of owned Parameters when the iteration began
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
@@ -131,6 +135,7 @@ class IterationDriver:
         """Begin the iteration that was prepared."""
         if self._residents is not None:
             self._residents.zero_gradients()
+        self._versions = self._session.slots.versions()
         self._number, self._began_s = iteration + 1, time.perf_counter()
         self.runtime.begin_iteration(num_micro_batches, iteration + 1)
 
@@ -138,6 +143,16 @@ class IterationDriver:
         """Refuse weights that resident replicas have not followed, before forward passes."""
         if self._residents is not None:
             self._residents.check()
+
+    def check_replicas(self) -> None:
+        """Refuse weights that somebody has written since this iteration's replicas got theirs."""
+        passes = (layer.passes.shared for layer in self._session.slots.layers)
+        is_kept = any(one and one.transfers is not None and not one.plan.rematerialize for one in passes)
+        if is_kept and self._versions != self._session.slots.versions():
+            raise ConfigurationError(
+                "replicas: got weights of experts that were written in the middle of an iteration, wanted "
+                "this between two; set gradients to zero after it, or use --moe-strategy none"
+            )
 
     def begin_step(self) -> None:
         """Bring all gradients home, and start to share counts, before the optimizer's step."""
@@ -262,15 +277,17 @@ class IterationDriver:
         nodes = torch.tensor(layers[0].context.topology.node_of_device, device=self._device)
         dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
         topology = Topology(tuple(nodes.tolist()))
-        num_known = len(layers[0].history)
+        # A group that ran no micro-batches in an iteration knows fewer of them.
+        num_known = torch.tensor(len(layers[0].history), device=self._device)
+        dist.all_reduce(num_known, group=copies)
         since_L = [layer.history.num_since_jump for layer in layers]
-        settled_L = torch.tensor([num_known if n is None else n for n in since_L], device=self._device)
+        settled_L = torch.tensor([_NEVER if n is None else n for n in since_L], device=self._device)
         dist.all_reduce(settled_L, op=dist.ReduceOp.MIN, group=copies)
         contexts = [
-            replace(layer.context, topology=topology, num_since_jump=n if n < num_known else None)
+            replace(layer.context, topology=topology, num_since_jump=None if n == _NEVER else n)
             for layer, n in zip(layers, settled_L.tolist(), strict=True)
         ]
-        return StageLoads(contexts, total.cpu().numpy(), max(num_known, 1) * copies.size())
+        return StageLoads(contexts, total.cpu().numpy(), max(int(num_known), 1))
 
 
 def _free_bytes(replicas_bytes: int) -> int:

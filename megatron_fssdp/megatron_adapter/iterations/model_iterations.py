@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from posixpath import commonpath
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class ModelIterations(HostModel):
         self.driver: IterationDriver | None = None
         self.recorder: RunRecorder | None = None
         self._is_known = False  # The optimizer was found, and all that needs it was built.
+        self._is_frozen = False  # No rank has a parameter that trains.
         self._is_prepared = False  # for the coming iteration
         self._is_open = False
         self._is_by_hand = False  # No schedule has told of passes in the open iteration.
@@ -80,6 +82,8 @@ class ModelIterations(HostModel):
         if not trains and self._is_open:
             with self.evaluation():
                 return forward(*args, **kwargs)
+        if self._is_open and self.driver is not None:
+            self.driver.check_replicas()
         results = forward(*args, **kwargs)
         if trains and not self._is_scheduled:
             for one in tree_leaves(results):
@@ -99,6 +103,8 @@ class ModelIterations(HostModel):
         if not self._is_known:
             self._is_known = True
             self._know(num_micro_batches)
+        if self._is_frozen:
+            return
         runtime = None if self.session is None else self.session.runtime
         if self._is_open:
             if runtime is not None:
@@ -114,6 +120,14 @@ class ModelIterations(HostModel):
             self._is_prepared = True
             self.driver.begin(self.num_done, num_micro_batches)
         self._is_zero = False
+
+    def join(self) -> None:
+        """Begin an iteration in which this rank runs no passes, before it shares gradients with others.
+
+        What happens between iterations is collective, also over ranks with other numbers of micro-batches.
+        """
+        if not self._is_open:
+            self.begin(0)
 
     @property
     def num_done(self) -> int:
@@ -142,11 +156,11 @@ class ModelIterations(HostModel):
             return
         if self.driver is not None:
             self.driver.check_residents()
-        outside = self.session.runtime.begin_evaluation()
+        before = self.session.runtime.begin_evaluation()
         try:
             yield
         finally:
-            self.session.runtime.end_evaluation(outside)
+            self.session.runtime.end_evaluation(before)
 
     def finish_gradients(self) -> None:
         """Bring the gradients of replicas home, before anybody reads or changes gradients. Collective."""
@@ -184,7 +198,9 @@ class ModelIterations(HostModel):
     def step(self) -> Iterator[list[Any]]:
         """Surround the optimizer's step, whose results the caller puts into the list; the iteration ends."""
         results: list[Any] = []
-        if not self._is_open:
+        if self._is_zero and self._is_known:
+            self.join()
+        if not self._is_open:  # A second optimizer of the model steps, or the model is frozen.
             yield results
             return
         if self._mixes:
@@ -217,16 +233,25 @@ class ModelIterations(HostModel):
     def _know(self, num_micro_batches: int) -> None:
         """Check all that is known once a model is about to train, and build what needs its optimizer."""
         optimizer = optimizer_of(self)
-        if optimizer is None:
+        trains = any(parameter.requires_grad for chunk in self.chunks for parameter in chunk.parameters())
+        layers = [] if self.session is None else self.session.runtime.layers
+        seen = max((layer.history.num_seen for layer in layers), default=0)
+        # Stages may be frozen, and ranks may have other numbers of micro-batches.
+        of_ranks = of_all_ranks((trains, optimizer is not None, seen, num_micro_batches))
+        trains, has_optimizer, self._num_done, num_micro_batches = map(max, zip(*of_ranks, strict=True))
+        if not trains:
+            self._is_frozen = True
+            return
+        if not has_optimizer:
             raise ConfigurationError(
                 f"--moe-strategy {self.name}: got a training pass of a model whose parameters no "
                 "optimizer of Megatron has, wanted one of get_megatron_optimizer(); build it before"
             )
+        if optimizer is None:  # All that this rank has is frozen.
+            optimizer = SimpleNamespace(chained_optimizers=[], config=SimpleNamespace())
         self.host = self.host.with_sources(optimizer.config)
         check_equal_settings(self)
         if self.session is not None:
-            seen = (layer.history.num_seen for layer in self.session.runtime.layers)
-            self._num_done = max(of_all_ranks(max(seen, default=0)))
             self.session.check_model(*self.host.sources)
             report_installation(self)
             self.driver = IterationDriver(self, optimizer, num_micro_batches)

@@ -126,7 +126,8 @@ class RunRecorder:
                 f"bytes in an iteration, at most {MOST_BYTES:,} of a rank are recorded"
             )
         keeps = is_small and self.record_dir is not None
-        records = gathered(facts.loss, loads, reshard, selection, of_micro_batches=keeps)
+        sequences = facts.num_sequences, facts.seq_length
+        records = gathered(facts.loss, loads, reshard, selection, sequences, of_micro_batches=keeps)
         stages = by_stage(records)
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
         has_peaks = is_logged or iteration in (1, self._host.train_iters)
@@ -135,14 +136,16 @@ class RunRecorder:
         metrics: IterationMetrics | None = None
         all_loads = sorted((load for stage in stages for load in stage.loads), key=lambda load: load.layer)
         if dist.get_rank() == 0:
-            batch_size = facts.num_sequences * parallel_state.get_data_parallel_world_size()
+            numbers, lengths = zip(*(record.sequences for record in records), strict=True)
+            # All ranks of a model have the same sequences.
+            batch_size = sum(numbers) * parallel_state.get_data_parallel_world_size() // len(records)
             memory = "allocated" if torch.cuda.is_available() else "resident"
             metrics = IterationMetrics(
                 iteration=iteration,
                 lm_loss=next((of.loss[0] / of.loss[1] for of in reversed(stages) if of.loss), math.nan),
                 grad_norm=None if facts.grad_norm is None else float(facts.grad_norm),
                 iteration_s=facts.iteration_s,
-                tokens_per_s=batch_size * facts.seq_length / facts.iteration_s,
+                tokens_per_s=batch_size * max(lengths) / facts.iteration_s,
                 layers=tuple(_layer_metrics(load, self._last_load_E.get(load.layer)) for load in all_loads),
                 resharded_experts=sum(stage.reshard.experts_moved for stage in stages),
                 reshard_bytes=sum(stage.reshard.bytes_moved for stage in stages),

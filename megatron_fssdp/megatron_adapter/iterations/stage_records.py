@@ -37,6 +37,7 @@ class RankRecord:
     passes: list[tuple[PassSeconds, PassSeconds]]  # forward and backward on this rank, by layer
     reshard: ReshardReport  # before the iteration
     selection: SelectionReport | None  # of auto before the iteration; None if it did not reconsider
+    sequences: tuple[int, int]  # number, which may differ between ranks, and length; 0 without passes
     stage: int = field(default_factory=parallel_state.get_pipeline_model_parallel_rank)
     peer: int = field(default_factory=parallel_state.get_expert_tensor_parallel_rank)
     device: int = field(default_factory=parallel_state.get_expert_model_parallel_rank)
@@ -50,6 +51,7 @@ def gathered(
     loads: list[LayerLoad],
     reshard: ReshardReport | None,
     selection: SelectionReport | None,
+    sequences: tuple[int, int],
     *,
     of_micro_batches: bool,
 ) -> list[RankRecord]:
@@ -59,7 +61,7 @@ def gathered(
         replace(load, micro_batches=[], counts_ZDE=load.single_counts() if of_micro_batches else None)
         for load in ([] if parallel_state.get_expert_model_parallel_rank() else loads)
     ]
-    own = RankRecord(loss, reported, passes, reshard or ReshardReport(0, 0, 0.0), selection)
+    own = RankRecord(loss, reported, passes, reshard or ReshardReport(0, 0, 0.0), selection, sequences)
     records: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, records)
     return records or []

@@ -56,10 +56,10 @@ class SlotDispatchers:
         is_stock = travel.schedule == "megatron" or keeps_flex(self._settings, session.strategy)
         if is_stock and not self.divides_tokens:
             return None
-        name = self._pg_collection.ep.group_name
-        if name not in session.selectors:
-            session.selectors[name] = ScheduleSelector(travel.schedule, config, self._pg_collection)
-        return session.selectors[name]
+        devices = self._pg_collection.ep
+        if devices not in session.selectors:
+            session.selectors[devices] = ScheduleSelector(travel.schedule, config, self._pg_collection)
+        return session.selectors[devices]
 
     def of(self, one: SlotPass) -> Any:
         """The dispatcher of a pass."""

@@ -52,10 +52,10 @@ class StrategySession:
         is_recorded = settings.record_dir is not None
         self.runtime = MoERuntime(self.strategy, measure=is_recorded, check_plans=checks_plans())
         self.slots = ExpertSlots()  # of this rank, with the stage's experts
-        self.selectors: dict[str, ScheduleSelector] = {}  # of Parm, by the name of the layers' group
+        self.selectors: dict[dist.ProcessGroup, ScheduleSelector] = {}  # of Parm, by the layers' group
         self.keeps_owners = ""  # why owners do not move, if the strategy would
         self.numbers_of_slots: set[int] = set()  # for which dispatchers were built
-        self._groups: dict[str, ExpertGroups] = {}
+        self._groups: dict[dist.ProcessGroup, ExpertGroups] = {}
 
     def expert_groups(
         self,
@@ -67,8 +67,8 @@ class StrategySession:
 
         ``everyone`` are all ranks in the expert-parallel groups of the ranks that share an expert.
         """
-        if expert_parallel.group_name in self._groups:
-            return self._groups[expert_parallel.group_name]
+        if expert_parallel in self._groups:
+            return self._groups[expert_parallel]
         transfers = None
         # Transfers run beside the dispatch, so they need their own process group. Layers can have replicas
         # also if auto selects a strategy with replicas later.
@@ -82,7 +82,7 @@ class StrategySession:
         if peers is not None:
             # Plans depend on the topology, and peers must have equal plans.
             check_agreement(repr(topology).encode(), peers, "the experts' node layout")
-        groups = self._groups[expert_parallel.group_name] = ExpertGroups(
+        groups = self._groups[expert_parallel] = ExpertGroups(
             expert_parallel,
             topology,
             transfers,

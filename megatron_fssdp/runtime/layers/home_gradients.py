@@ -95,9 +95,12 @@ class HomeGradients:
         is_stale = slot_pass.is_shared and slot_pass.has_gradients and slot_pass is not self._passes.shared
         if self._is_reduced or slot_pass.is_dropped or is_stale:
             when = "reduced gradients" if self._is_reduced else "set gradients to zero or ended the iteration"
+            # Of each step, DDP is told that gradients are complete.
+            more = ", and the model once in a micro-batch under smart_schedule with overlap_grad_reduce"
             raise RuntimeError(
                 f"{self._local.experts.what}: got a backward pass after the loop had {when}, wanted it "
                 "before; run all backward passes between zero_grad_buffer() and finalize_model_grads()"
+                f"{more if self._is_reduced and slot_pass.plan.in_steps else ''}"
             )
         self.is_home = False
         if slot_pass.is_shared and slot_pass.has_gradients and not slot_pass.plan.rematerialize:
@@ -155,8 +158,7 @@ class HomeGradients:
             if self._has_sums:
                 self._reduce_iteration(shared.transfers)
             shared.transfers.settle()
-        for own in list(self._passes.own):
-            self.end_own(own)
+        self._end_those_over()  # Others wait for their backward passes.
         self._are_home()
 
     def end_own(self, own: SlotPass) -> None:

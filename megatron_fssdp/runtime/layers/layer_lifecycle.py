@@ -84,7 +84,9 @@ class LayerLifecycle:
                 f"{self._local.experts.what}: the iteration ended before all replicas' gradients reached "
                 "their owners; call MoERuntime.finish_gradients() before reading gradients"
             )
-        load = self._take_load()
+        load, context = self._take_load(), self._local.context
+        if self._local.journal is not None and not load.placements:  # Other groups may have had passes.
+            load.placements = (ExpertPlacement.owners_only(context.owner_E, context.num_devices),)
         self.gradients.note_iteration()
         self.drop_plan()
         if load.counts_DE.any():

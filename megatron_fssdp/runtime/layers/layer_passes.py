@@ -156,8 +156,9 @@ class LayerPasses:
     def _outside_pass(self, routing_map: torch.Tensor | None) -> SlotPass:
         if routing_map is None:
             raise RuntimeError(
-                f"{self.local.experts.what}: got a pass outside of iterations whose routing a CUDA graph "
-                "made, wanted one by Megatron's schedule; run it by get_forward_backward_func()"
+                f"{self.local.experts.what}: got a pass outside of iterations, or an evaluation in one, "
+                "whose routing a CUDA graph made, wanted one by Megatron's schedule between two iterations; "
+                "run it by get_forward_backward_func()"
             )
         context = self.local.context
         if self._outside is None or self._outside[0] is not context:

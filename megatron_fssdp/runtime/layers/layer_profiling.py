@@ -58,6 +58,7 @@ def profile_layers(
             experts_s / rows / flops_per_token if rows else 0.0,
             -float(free_bytes),
             shares_s,
+            float(num_micro_batches),
             *(cost for link in links for cost in (link.alpha_s, link.beta_s_per_byte)),
         ],
         dtype=torch.float64,
@@ -65,7 +66,7 @@ def profile_layers(
     )
     for group in groups:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-    non_moe, flop_s, free, shares_s, *costs = numbers.tolist()
+    non_moe, flop_s, free, shares_s, most_micro_batches, *costs = numbers.tolist()
     near, far, far_of_device = map(LinkCost, costs[::2], costs[1::2])
     cluster = ClusterCost(near, far, 1 / flop_s if flop_s else 1e15, far_of_device)
     messages = measured_messages(cluster, on_cuda=device.type == "cuda")
@@ -88,7 +89,7 @@ def profile_layers(
         memory_capacity=capacity,
         mixed_capacity=mixed_capacity,
         gradient_bytes=layout.numel * FP32_BYTES if held.sends_fp32 else layout.num_bytes,
-        num_micro_batches=num_micro_batches,
+        num_micro_batches=int(most_micro_batches),
         owned_bytes=owned_bytes,
         messages=messages,
         choices=choices,

@@ -22,9 +22,11 @@ from megatron_fssdp.strategies.strategy import Strategy
 class IterationClock:
     """State of the running iteration, shared by all layers of a model.
 
-    It is ``driven`` in an iteration and in an evaluation. Other passes compute with owners alone.
+    It is ``driven`` in an iteration and in an evaluation outside of iterations. Other passes compute with
+    owners alone.
     """
 
+    is_open: bool = False  # An iteration has begun.
     driven: bool = False
     trains: bool = False  # Passes are counted; false in an evaluation, also inside of an iteration.
     num_micro_batches: int = 0  # announced so far; a hint, 0 if nobody announced any

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.messages import wait_for
@@ -41,8 +42,8 @@ class MoERuntime:
         end_iteration      after the optimizer step
 
     Forward passes without backward passes are between ``begin_evaluation`` and ``end_evaluation``, also
-    inside of an iteration. They change neither its plans nor its counts. Passes outside compute with the
-    owners' experts alone.
+    inside of an iteration. They change neither its plans nor its counts. Inside, they compute with owners
+    alone, because replicas have the weights with which the iteration began. So do other passes outside.
 
     To ``measure`` means that for reports the first device of each group keeps the device loads, bytes and
     times of transfers, and every rank the seconds of its passes.
@@ -53,8 +54,9 @@ class MoERuntime:
         self.layers: list[SlotLayer] = []
         self.clock, self.timer = IterationClock(), PassTimer()
         self._counts: list[_SharedCounts] = []
-        self._num_shared: dict[str, int] = {}
-        self._plans: dict[str, SharedPlans] = {}
+        # By group, and not by its name, which groups that a host makes anew do not have.
+        self._num_shared: dict[dist.ProcessGroup, int] = {}
+        self._plans: dict[dist.ProcessGroup, SharedPlans] = {}
 
     def add_layer(
         self,
@@ -91,7 +93,7 @@ class MoERuntime:
         local = LocalLayer(context, groups, experts, *common, is_first=before is None, journal=journal)
         group = groups.everyone or groups.expert_parallel
         together = SharedPlans(group, shares_plans=self.strategy.shares_plans)
-        together = self._plans.setdefault(group.group_name, together)
+        together = self._plans.setdefault(group, together)
         planner = LayerPlanner(local, together, checks_plans=self.check_plans)
         binder = PassBinder(local, least_slots=least_slots, slot_multiple=slot_multiple)
         passes = LayerPasses(local, planner, binder, None if before is None else before.passes, on_pass)
@@ -108,7 +110,7 @@ class MoERuntime:
         is for messages. What an iteration that was not ended has left is dropped.
         """
         self.reset_gradients()
-        self.clock.driven = self.clock.trains = True
+        self.clock.is_open = self.clock.driven = self.clock.trains = True
         self.clock.num_micro_batches, self.clock.iteration = num_micro_batches, iteration
         if self.measure:
             self.timer.start()
@@ -119,20 +121,18 @@ class MoERuntime:
         """Announce more micro-batches of the running iteration."""
         self.clock.num_micro_batches += num_micro_batches
 
-    def begin_evaluation(self) -> bool:
+    def begin_evaluation(self) -> tuple[bool, bool]:
         """Begin forward passes that have no backward passes; the result is for :meth:`end_evaluation`."""
-        outside, self.clock.trains = not self.clock.driven, False
-        self.clock.driven = True
-        return outside
+        before = self.clock.driven, self.clock.trains
+        self.clock.driven, self.clock.trains = not self.clock.is_open, False
+        return before
 
-    def end_evaluation(self, outside: bool) -> None:
+    def end_evaluation(self, before: tuple[bool, bool]) -> None:
         """End an evaluation; replicas that it gathered outside of an iteration are dropped, plans stay."""
-        if not outside:
-            self.clock.trains = True
-            return
-        self.clock.driven = False
-        for layer in self.layers:
-            layer.lifecycle.reset()
+        self.clock.driven, self.clock.trains = before
+        if not self.clock.is_open:
+            for layer in self.layers:
+                layer.lifecycle.reset()
 
     def drop_plans(self) -> None:
         """Forget the plans that an evaluation has made, because what they depend on changes."""
@@ -147,7 +147,7 @@ class MoERuntime:
         for layer in self.layers:
             layer.lifecycle.reset()
         self.timer.stop()
-        self.clock.driven = self.clock.trains = False
+        self.clock.is_open = self.clock.driven = self.clock.trains = False
 
     def finish_gradients(self) -> None:
         """Bring all replicas' gradients to the owners; every rank calls it between two backward passes."""
@@ -156,11 +156,11 @@ class MoERuntime:
 
     def end_passes(self) -> None:
         """Start to share the counts of the iteration; every rank calls it after the last backward pass."""
-        by_group: dict[str, list[SlotLayer]] = {}
+        by_group: dict[dist.ProcessGroup, list[SlotLayer]] = {}
         for layer in self.layers:
             # A single device needs its loads for reports only.
             if self.measure or layer.groups.num_devices > 1:
-                by_group.setdefault(layer.groups.expert_parallel.group_name, []).append(layer)
+                by_group.setdefault(layer.groups.expert_parallel, []).append(layer)
         self._counts = [_SharedCounts(layers, self._num_shared) for layers in by_group.values()]
 
     def end_iteration(self) -> list[LayerLoad]:
@@ -172,7 +172,7 @@ class MoERuntime:
         counts, self._counts = self._counts, []
         for of_group in counts:
             of_group.take()
-        self.clock.driven = self.clock.trains = False
+        self.clock.is_open = self.clock.driven = self.clock.trains = False
         self.timer.stop()
         loads = [layer.lifecycle.end_iteration() for layer in self.layers]
         self.clock.num_micro_batches, self.clock.iteration = 0, None
@@ -196,11 +196,11 @@ class _SharedCounts:
     anyway. All ranks have the same ``layers`` in the same order.
 
     A gather must take equally many numbers from each rank, and ranks that disagree have more or fewer. So
-    they gather as many as ever before, ``num_shared`` by the name of the group, and the rest when all are
+    they gather as many as ever before, ``num_shared`` by the group, and the rest when all are
     known to have it: in the first iteration, and where more passes or slots come than ever.
     """
 
-    def __init__(self, layers: Sequence[SlotLayer], num_shared: dict[str, int]) -> None:
+    def __init__(self, layers: Sequence[SlotLayer], num_shared: dict[dist.ProcessGroup, int]) -> None:
         self._layers, self._num_shared = layers, num_shared
         groups = layers[0].groups
         self._group = groups.everyone or groups.expert_parallel
@@ -214,7 +214,7 @@ class _SharedCounts:
         digests = torch.frombuffer(bytearray(plans.digest() + lengths.digest()), dtype=torch.int32)
         begin = sent_to(digests, layers[0].experts.device)
         self._own = torch.cat([begin, *(own for own in numbers if own is not None)])
-        self._size = num_shared.setdefault(self._group.group_name, len(begin))
+        self._size = num_shared.setdefault(self._group, len(begin))
         sent = torch.nn.functional.pad(self._own, (0, self._size - len(self._own)))  # or the first of them
         self._gathered = start_counts(sent, self._group)
 
@@ -237,7 +237,7 @@ class _SharedCounts:
         if len(rest := self._own[self._size :]):
             rest_SN = start_counts(rest, self._group).wait()[0].numpy()
             numbers_SN = np.concatenate([numbers_SN, rest_SN], axis=1)
-            self._num_shared[self._group.group_name] = len(self._own)
+            self._num_shared[self._group] = len(self._own)
         begin = 2 * len(_DISAGREEMENTS)
         for layer, length in zip(self._layers, self._lengths, strict=True):
             if length:

@@ -1,5 +1,6 @@
 """Selects the strategies of all layers of a pipeline stage under ``auto``, the same on all ranks."""
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 
@@ -35,8 +36,12 @@ class StrategySelector:
         All ranks of all groups must call it, with at least one layer of the pipeline stage.
         """
         is_measured = layers[0].context.profile is not None
-        num_known = layers[0].history.num_seen if is_measured else 0
-        if not self._strategy.selects_at(iteration, num_known):
+        num_known = torch.tensor(layers[0].history.num_seen, device=self._device)
+        if not is_measured or not self._strategy.selects_at(iteration, sys.maxsize):
+            return None
+        for group in self._groups:  # A group that ran no micro-batches in an iteration knows fewer of them.
+            dist.all_reduce(num_known, op=dist.ReduceOp.MIN, group=group)
+        if not self._strategy.selects_at(iteration, int(num_known)):
             return None
         # The ranks of a group have the same loads, so each rank prices only a part of the layers.
         group = self._groups[0]

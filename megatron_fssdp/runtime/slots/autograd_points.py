@@ -9,7 +9,8 @@ def call_in_backward(call: Callable[[], object], tensor: torch.Tensor) -> torch.
     """Call ``call()`` once in the backward pass, when the gradient of a tensor is complete.
 
     The pass must go on with the result. It requires a gradient even if ``tensor`` does not, as above frozen
-    layers, so that the backward pass reaches this point. Without gradients nothing happens.
+    layers, so that the backward pass reaches this point. Without gradients nothing happens. A second backward
+    pass through the same graph is a RuntimeError.
     """
     if not torch.is_grad_enabled():
         return tensor
@@ -20,6 +21,11 @@ def call_in_backward(call: Callable[[], object], tensor: torch.Tensor) -> torch.
     calls = [call]
 
     def run(_: torch.Tensor) -> None:
+        if not calls:
+            raise RuntimeError(
+                "MoE layer: got a second backward pass through the graph of one forward pass (retain_graph), "
+                "wanted one; run the forward pass again, or use --moe-strategy none"
+            )
         calls.pop()()
 
     tensor.register_hook(run)

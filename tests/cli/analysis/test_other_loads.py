@@ -1,6 +1,7 @@
 """Loads that no run of this package recorded: Megatron's traces, and counts of one's own."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,18 @@ def test_all_forms_have_a_page(tmp_path: Path) -> None:
     assert found["page"] == str(tmp_path / "save" / "report.html")
     assert {row["strategy"] for row in found["simulation"]["strategies"]} == {"ep", "fssdp"}
     assert "what-if" in PageParts((tmp_path / "save" / "report.html").read_text()).anchors
+
+
+def test_a_file_or_folder_of_ones_own_may_be_named_as_a_record(tmp_path: Path) -> None:
+    np.save(tmp_path / "loads.npy", write_traces(tmp_path / "traces", [1, 1], 2, passes=(3, 3, 3)))
+    (tmp_path / "own").mkdir()
+    shutil.copy(tmp_path / "loads.npy", tmp_path / "own")
+    for name in ("metrics.jsonl", "report.html"):  # of a run in the same folder
+        (tmp_path / name).write_text("a run's")
+    for source, page in (("loads.npy", "loads.html"), ("own", "own/report.html")):
+        assert "3 iterations, 2 MoE layers, 4 experts" in command("report", tmp_path / source, *MODEL)
+        assert PageParts((tmp_path / page).read_text()).anchors
+    assert (tmp_path / "report.html").read_text() == "a run's"
 
 
 @pytest.mark.parametrize("verb", ["simulate", "report"])

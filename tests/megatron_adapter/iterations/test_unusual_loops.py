@@ -69,6 +69,36 @@ def halving(host: Host, iteration: int) -> None:
     host.step(loss)
 
 
+def crossed(host: Host, iteration: int) -> None:
+    """Two forward passes before their backward passes, in the same order, without a schedule."""
+    from megatron.core.distributed import finalize_model_grads
+
+    host.reset()
+    losses = [host.forward(), host.forward()]
+    for loss in losses:
+        loss.backward()
+    finalize_model_grads([host.model])
+    host.step(float(sum(losses)))
+
+
+def averaged(host: Host, iteration: int) -> None:
+    """In the middle of an iteration, other weights are evaluated in the place of the model's."""
+    host.reset()
+    loss = host.passes(1)
+    own = [parameter.clone() for parameter in host.gpt.parameters()]
+    write(host, [0.7 * one for one in own])
+    host.log_probabilities()
+    write(host, own)
+    host.model.zero_grad_buffer()
+    host.step(loss + host.passes(2))
+
+
+@torch.no_grad()
+def write(host: Host, weights: list[torch.Tensor]) -> None:
+    for parameter, values in zip(host.gpt.parameters(), weights, strict=True):
+        parameter.copy_(values)
+
+
 def halve(host: Host) -> None:
     for parameter in host.model.parameters():
         parameter.main_grad.mul_(0.5)
@@ -91,7 +121,7 @@ def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, 
     quota, flexmoe = ("quota", {"slots": 2}), ("flexmoe", {})
     for loop, *others in (
         *((late_reset, quota), (first_forward_alone, quota), (reading, flexmoe), (own_finalize, flexmoe)),
-        (halving, quota, flexmoe),
+        *((halving, quota, flexmoe), (crossed, quota, flexmoe), (averaged, quota)),
     ):
         stock, _ = trained(("none", {}), loop)
         for strategy in (MOVING, *others):
@@ -116,6 +146,8 @@ def test_unusual_loops_train_as_stock_megatron() -> None:
 
 def refusals(rank: int, world_size: int) -> list[str]:
     """What each case says, or nothing."""
+    from megatron.core.distributed import DistributedDataParallel
+
     import megatron_fssdp
     from megatron_fssdp.config.errors import ConfigurationError
 
@@ -138,6 +170,15 @@ def refusals(rank: int, world_size: int) -> list[str]:
         for one in (plain, host):  # A model that was wrapped under ``none`` goes on as Megatron's own.
             swift(one, iteration)
     assert plain.found.losses == pytest.approx(host.found.losses)
+    host.reset()
+    host.passes(1)
+    write(host, [2 * parameter for parameter in host.gpt.parameters()])
+    note(host.passes)
+    host.reset()
+    gpt = host_loops.build(host.config).requires_grad_(False)
+    frozen = DistributedDataParallel(host.config, host.model.ddp_config, gpt)
+    note(lambda: host.forward(frozen))  # with gradients, in training mode
+    host.reset()
     loss = host.forward()
     host.reset()
     loss.backward()
@@ -152,6 +193,11 @@ def refusals(rank: int, world_size: int) -> list[str]:
     for iteration in range(4):
         swift(host, iteration)
     note(lambda: host_loops.slime(host, 4))
+    host = Host()
+    other = type("OtherAdam", (torch.optim.AdamW,), {})  # as slime may build
+    for member in getattr(host.optimizer, "chained_optimizers", [host.optimizer]):
+        member.optimizer.__class__ = other
+    note(host.passes)
     wrapped = host_loops.build(host_loops.config())
     for layer in wrapped.decoder.layers:
         for expert in layer.mlp.experts.local_experts:
@@ -164,10 +210,15 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_be_served_is_one_line() -> None:
-    for in_iteration, between, *_, kept, written, adapted, other in run_megatron_ranks(refusals, 2, ep=2):
+    for middle, frozen, in_iteration, between, *_, kept, written, adam, adapted, other in run_megatron_ranks(
+        refusals, 2, ep=2
+    ):
+        assert "written in the middle of an iteration" in middle
+        assert not frozen
         assert not between
         assert "in the middle of an iteration" in in_iteration
         assert "zero_grad_buffer()" in kept
         assert "weights of experts that were written" in written
+        assert "got the optimizer OtherAdam, wanted AdamW" in adam
         assert "LoRA" in adapted
         assert "none on rank 0 and fssdp on rank 1" in other

@@ -62,10 +62,10 @@ def evaluations_correct_nothing(rank: int, world_size: int) -> None:
     slots, runtime = run.layers[0].slots, run.runtime
 
     def evaluate() -> None:
-        outside = runtime.begin_evaluation()
+        before = runtime.begin_evaluation()
         with torch.no_grad():
             run.forward(run.draw())
-        runtime.end_evaluation(outside)
+        runtime.end_evaluation(before)
 
     evaluate()
     runtime.begin_iteration(2)

@@ -59,9 +59,9 @@ def share_by_turns(rank: int, world_size: int) -> None:
     # An evaluation shares as well, and the next iteration has its plans.
     run.strategy.asked.clear()
     run.runtime.end_evaluation(run.runtime.begin_evaluation())
-    outside = run.runtime.begin_evaluation()
+    before = run.runtime.begin_evaluation()
     run.forward(run.draw(), training=False)
-    run.runtime.end_evaluation(outside)
+    run.runtime.end_evaluation(before)
     iterate(run)
     assert sorted(run.strategy.asked) == list(range(1 + rank, 6, world_size))
     run.runtime.drop_plans()
