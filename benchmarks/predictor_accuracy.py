@@ -108,7 +108,6 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
     options, size = parsed_options(record["options"]), StackSize(**record["size"])
     world_size = options.nodes * options.ranks_per_node
     cluster = described_cluster(record, options.nodes, options.ranks_per_node, measured)
-    job = described_job(size, record["pace"], world_size)
     cells: dict[tuple[str, str], dict[int, float]] = {}
     for sample in record["samples"]:
         if not sample["variant"].endswith(CONTROL_SUFFIX):
@@ -116,7 +115,7 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
             cell[sample["iteration"]] = sample["seconds"]
 
     @cache
-    def counts_ILDE(workload: str) -> np.ndarray:
+    def counts_IZLDE(workload: str) -> np.ndarray:
         iterations = options.warm_up + options.repetitions
         counts_LIZDE = counts_of(options, workload, size, world_size, iterations)
         return np.ascontiguousarray(np.moveaxis(counts_LIZDE, 0, 2))
@@ -125,7 +124,9 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
     for (workload, name), seconds in sorted(cells.items()):
         iterations, variant = sorted(seconds), variant_of(name)
         settings = variant.settings if variant.settings is not None else EpSettings()
-        simulated = simulate(variant.strategy, settings, counts_ILDE(workload), cluster, job)
+        counts = counts_IZLDE(workload)
+        job = described_job(size, record["pace"], world_size, counts.shape[1])
+        simulated = simulate(variant.strategy, settings, counts, cluster, job)
         simulated_s = float(np.median(simulated.iteration_s[iterations]))
         low, median, high = np.quantile([seconds[number] for number in iterations], [0.25, 0.5, 0.75])
         spread = float((high - low) / median)
@@ -166,22 +167,25 @@ def described_cluster(
     return measured.model_copy(update={"inter_node": inter, "inter_device": inter, **compute})
 
 
-def described_job(size: StackSize, pace: dict[str, Any], num_devices: int) -> MoeJob:
+def described_job(
+    size: StackSize, pace: dict[str, Any], num_devices: int, num_micro_batches: int = 1
+) -> MoeJob:
     """Return the job of the testbed's stack: paced attention, two matrices per expert, fp32, no optimizer."""
     elements = 2 * size.hidden_size * size.ffn_size
+    attention_flops = pace["attention_s"] * pace["expert_flops_per_s"]
     return MoeJob(
         num_devices=num_devices,
         num_experts=size.num_experts,
         top_k=size.top_k,
-        tokens_per_micro_batch=size.tokens_per_rank,
-        num_micro_batches=1,
+        tokens_per_micro_batch=size.tokens_per_rank / num_micro_batches,
+        num_micro_batches=num_micro_batches,
         token_bytes=size.token_bytes,
         expert_elements=elements,
         expert_flops_per_token=2.0 * elements,
         dtype_bytes=FP32_BYTES,
         gradient_bytes=FP32_BYTES,
         before_layer_flops_L=(0.0,) * size.num_layers,
-        before_gate_flops_L=(pace["attention_s"] * pace["expert_flops_per_s"],) * size.num_layers,
+        before_gate_flops_L=(attention_flops / num_micro_batches,) * size.num_layers,
         on_cuda=False,
     )
 

@@ -98,12 +98,13 @@ def test_compute_outside_moe_layers_and_gradient_synchronization_take_time() -> 
         after_layers_flops=10.0,
         dense_elements=100,
         data_parallel_size=2,
-        reduces_dense_at_end=True,
+        expert_data_parallel_size=3,
+        reduces_at_end=True,
     )
     outcome = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job)
     assert seconds(outcome)["other compute"] == pytest.approx(3 * (20 + 5 + 10) / 5)
-    # Half of twice 400 bytes to the other rank.
-    assert seconds(outcome)["gradient sync"] == pytest.approx(2 * 0.5 * 400 / 1000)
+    # Half of twice 400 bytes to the other rank, and two thirds of twice an expert's 200 bytes.
+    assert seconds(outcome)["gradient sync"] == pytest.approx(2 * (400 / 2 + 200 * 2 / 3) / 1000)
 
 
 def test_the_ceiling_is_simulated_with_balanced_routing() -> None:
