@@ -73,16 +73,22 @@ class RankLinks:
     cluster: ClusterDescription
     num_peers: int = 1
 
-    def message_s(self, links: LinkSet, num_ranks: int, num_groups: int, num_bytes: float) -> float:
+    def message_s(
+        self, links: LinkSet, num_ranks: int, num_groups: int, num_bytes: float, *, spreads: bool = False
+    ) -> float:
         """Seconds in which each of ``num_ranks`` consecutive ranks sends bytes to the next of its ring.
 
-        They form ``num_groups`` rings, each of ranks at this distance.
+        They form ``num_groups`` rings, each of ranks at this distance. A collective ``spreads`` what leaves a
+        node over the NICs of its group's devices.
         """
         per_node = self.cluster.devices_per_node * self.num_peers
         if self.cluster.num_nodes == 1 or num_ranks <= per_node:
             return links.times(BusiestLinks(near=1), num_bytes).seconds
-        leaving = min(num_groups, per_node) / self.num_peers  # a device has the NICs of all its ranks
-        return links.times(BusiestLinks(0, 1, leaving, leaving), num_bytes).seconds
+        leaving = min(num_groups, per_node)
+        of_node = leaving / self.num_peers  # a device has the NICs of all its ranks
+        of_device = leaving / per_node if spreads else 1.0
+        busiest = BusiestLinks(float(leaving < per_node), of_device, of_node, of_node)
+        return links.times(busiest, num_bytes).seconds
 
     def reduction_s(self, num_ranks: int, num_groups: int, num_bytes: float) -> float:
         """Seconds of a ring all-reduce of bytes that ``num_ranks`` ranks of each of so many groups have."""
@@ -90,14 +96,15 @@ class RankLinks:
             return 0.0
         sent_bytes = 2 * (num_ranks - 1) / num_ranks * num_bytes
         links = cluster_links(self.cluster).transfer
-        return self.message_s(links, num_ranks * num_groups, num_groups, sent_bytes)
+        return self.message_s(links, num_ranks * num_groups, num_groups, sent_bytes, spreads=True)
 
     def dense_seconds(self, sizes: DenseMessages) -> DenseSeconds:
         """Price the messages of dense layers."""
         links, block_s, ring_s, of_stage_s = cluster_links(self.cluster), 0.0, 0.0, 0.0
         tensor, context, ranks = sizes.tensor_size, sizes.context_size, sizes.stage_ranks
         if tensor > 1:
-            block_s = 2 * self.message_s(links.counts, tensor, 1, (tensor - 1) * sizes.hidden_bytes)
+            sent_bytes = (tensor - 1) * sizes.hidden_bytes
+            block_s = 2 * self.message_s(links.counts, tensor, 1, sent_bytes, spreads=True)
         if context > 1:
             compute_s = sizes.scores_flops / context / self.cluster.non_expert_flops_per_s
             step_s = self.message_s(links.transfer, tensor * context, tensor, sizes.keys_bytes)

@@ -81,6 +81,10 @@ def test_a_ring_of_gradients_shares_the_nics_with_those_of_other_groups() -> Non
     assert links.reduction_s(4, 1, 300.0) == pytest.approx(2 * 3 / 4 * 300 / 1000)
     assert links.reduction_s(4, 2, 300.0) == pytest.approx(2 * 2 * 3 / 4 * 300 / 100)
     assert links.reduction_s(1, 8, 300.0) == 0
+    # A ring has the NICs of all four devices, which reach 25 bytes/s each; one of two rings has half of them.
+    slow = cluster_of(nodes=2, per_node=4, inter_device={"alpha_s": 0, "bandwidth_bytes_per_s": 25})
+    assert RankLinks(slow).reduction_s(8, 1, 300.0) == pytest.approx(2 * 7 / 8 * 300 / 100)
+    assert RankLinks(slow).reduction_s(4, 2, 300.0) == links.reduction_s(4, 2, 300.0)
     # Devices of two ranks have half of the node's NICs in their description.
     pairs = RankLinks(cluster_of_devices(cluster_of(nodes=2, per_node=4), 2), 2)
     assert pairs.reduction_s(4, 2, 300.0) == links.reduction_s(4, 2, 300.0)
