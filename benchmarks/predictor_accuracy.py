@@ -8,8 +8,9 @@ testbed's cluster: the payload rate of the links between nodes and the stated pa
 
 The testbed does not state start-up times and the links inside a node. They come from ``--cluster``, a file
 that ``testbed --profile`` wrote on such nodes. Without it, start-ups cost nothing and links inside nodes
-little. Strategies plan with the costs that the testbed gave them. Nothing is fitted to the predicted seconds. R² measures how far the measured medians are from the simulated ones, so a constant bias
-counts as an error.
+little. Strategies plan with the costs that the testbed gave them. Nothing is fitted to the predicted
+seconds. R² measures how far the measured medians are from the simulated ones, so a constant bias counts as an
+error.
 """
 
 import argparse
