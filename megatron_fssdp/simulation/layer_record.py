@@ -289,7 +289,10 @@ class LayerPrices:
             (job.data_parallel_size, job.dense.tensor_size, job.dense_elements),
             (job.expert_data_parallel_size, job.num_devices * job.num_peers, experts),
         )
-        return sum(self._ranks.reduction_s(*ring, job.gradient_bytes * elements) for *ring, elements in rings)
+        return sum(
+            self._ranks.reduction_s(num_ranks, num_groups, job.gradient_bytes * elements)
+            for num_ranks, num_groups, elements in rings
+        )
 
     def _transfer(self, traffic: TransferTraffic, element_bytes: int | None = None) -> tuple[LinkTimes, int]:
         """Seconds of a transfer, of weights by default, and the batches of messages that a rank posts."""

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.link_probes import measure_collective
+from megatron_fssdp.collectives.link_probes import Prepare, measure_collective
 from megatron_fssdp.config.cluster_description import (
     ClusterDescription,
     CollectiveName,
@@ -185,10 +185,13 @@ def _measure_links(
     alone: FittedLink | None = None
 
     def measured(label: str, name: str, group: Any, num_near: int = 0) -> FittedLink:
-        prepare, num_starts, sizes = None, 1, settings.message_bytes()
+        prepare: Prepare | None = None
+        num_starts, sizes = 1, settings.message_bytes()
         if name == "all_to_all":
-            row = {"model_dim": shape.model_dim, "dtype": shape.dtype}
-            prepare, num_starts = partial(prepare_exchange, num_near=num_near, **row), EXCHANGE_STARTS
+            prepare = partial(
+                prepare_exchange, num_near=num_near, model_dim=shape.model_dim, dtype=shape.dtype
+            )
+            num_starts = EXCHANGE_STARTS
             sizes = sizes[-_EXCHANGE_SIZES:]
         how: Any = {"message_bytes": sizes, "num_repetitions": settings.num_repetitions, "prepare": prepare}
         fit = measure_collective(name, group, everyone, device, **how)
