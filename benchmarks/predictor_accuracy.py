@@ -7,9 +7,10 @@ options from which the same loads are generated again. The simulator gets these 
 testbed's cluster: the payload rate of the links between nodes and the stated pace of compute.
 
 The testbed does not state start-up times and the links inside a node. They come from ``--cluster``, a file
-that ``testbed --profile`` wrote on such nodes. Without it, both cost nothing. Nothing is fitted to the
-predicted seconds. R² measures how far the measured medians are from the simulated ones, so a constant bias
-counts as an error.
+that ``testbed --profile`` wrote on such nodes. Without it, start-ups cost nothing and links inside nodes
+little. Strategies plan with the costs that the testbed gave them. Nothing is fitted to the predicted
+seconds. R² measures how far the measured medians are from the simulated ones, so a constant bias counts as an
+error.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.ep.ep_settings import EpSettings
 
 CONTROL_SUFFIX = " again"  # the testbed's second run of a variant, which has no simulation of its own
-FREE = LinkDescription(alpha_s=0.0, bandwidth_bytes_per_s=1e15)
+INSIDE_OVER_BETWEEN = 100
+"""Bandwidth inside nodes over that between them, without a profile; as in ``nominal_cluster``."""
 FP32_BYTES = 4
 KEYS = {"options", "size", "pace", "link_payload_bytes_per_s", "samples"}
 """What is read of a result of the testbed."""
@@ -107,8 +109,10 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
     """Compare all workloads and strategies of one result file."""
     options, size = parsed_options(record["options"]), StackSize(**record["size"])
     world_size = options.nodes * options.ranks_per_node
-    cluster = described_cluster(record, options.nodes, options.ranks_per_node, measured)
-    job = described_job(size, record["pace"], world_size)
+    known = None if options.cluster is None else load_cluster(options.cluster)
+    known, cluster = (
+        described_cluster(record, options.nodes, options.ranks_per_node, one) for one in (known, measured)
+    )
     cells: dict[tuple[str, str], dict[int, float]] = {}
     for sample in record["samples"]:
         if not sample["variant"].endswith(CONTROL_SUFFIX):
@@ -116,7 +120,7 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
             cell[sample["iteration"]] = sample["seconds"]
 
     @cache
-    def counts_ILDE(workload: str) -> np.ndarray:
+    def counts_IZLDE(workload: str) -> np.ndarray:
         iterations = options.warm_up + options.repetitions
         counts_LIZDE = counts_of(options, workload, size, world_size, iterations)
         return np.ascontiguousarray(np.moveaxis(counts_LIZDE, 0, 2))
@@ -125,7 +129,11 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
     for (workload, name), seconds in sorted(cells.items()):
         iterations, variant = sorted(seconds), variant_of(name)
         settings = variant.settings if variant.settings is not None else EpSettings()
-        simulated = simulate(variant.strategy, settings, counts_ILDE(workload), cluster, job)
+        counts = counts_IZLDE(workload)
+        job = described_job(size, record["pace"], world_size, counts.shape[1])
+        # Strategies of the testbed know costs from the start, so no first iterations measure them.
+        how = {"planned_for": known, "past_ILDE": counts[:0]}
+        simulated = simulate(variant.strategy, settings, counts, cluster, job, **how)
         simulated_s = float(np.median(simulated.iteration_s[iterations]))
         low, median, high = np.quantile([seconds[number] for number in iterations], [0.25, 0.5, 0.75])
         spread = float((high - low) / median)
@@ -141,14 +149,16 @@ def described_cluster(
     Raises:
         ConfigurationError: The measured cluster has other nodes than the testbed.
     """
+    payload = record["link_payload_bytes_per_s"]
     if measured is None:
+        inside = LinkDescription(alpha_s=0.0, bandwidth_bytes_per_s=INSIDE_OVER_BETWEEN * payload)
         measured = ClusterDescription(
             name="testbed",
             num_nodes=num_nodes,
             devices_per_node=per_node,
-            intra_node=FREE,
-            inter_node=FREE,
-            inter_device=FREE,
+            intra_node=inside,
+            inter_node=inside,
+            inter_device=inside,
             expert_flops_per_s=1.0,
             non_expert_flops_per_s=1.0,
         )
@@ -157,31 +167,33 @@ def described_cluster(
             f"cluster {measured.name} has {measured.num_nodes} nodes of {measured.devices_per_node}, the "
             f"testbed had {num_nodes} of {per_node}; give the cluster.yaml of the same nodes and rate"
         )
-    inter = LinkDescription(
-        alpha_s=measured.inter_node.alpha_s, bandwidth_bytes_per_s=record["link_payload_bytes_per_s"]
-    )
+    inter = LinkDescription(alpha_s=measured.inter_node.alpha_s, bandwidth_bytes_per_s=payload)
     compute = dict.fromkeys(
         ("expert_flops_per_s", "non_expert_flops_per_s"), record["pace"]["expert_flops_per_s"]
     )
-    return measured.model_copy(update={"inter_node": inter, "inter_device": inter, **compute})
+    links = {"inter_node": inter, "inter_device": inter}
+    return measured.model_copy(update={**links, **compute, "memory_bytes": None})
 
 
-def described_job(size: StackSize, pace: dict[str, Any], num_devices: int) -> MoeJob:
+def described_job(
+    size: StackSize, pace: dict[str, Any], num_devices: int, num_micro_batches: int = 1
+) -> MoeJob:
     """Return the job of the testbed's stack: paced attention, two matrices per expert, fp32, no optimizer."""
     elements = 2 * size.hidden_size * size.ffn_size
+    attention_flops = pace["attention_s"] * pace["expert_flops_per_s"]
     return MoeJob(
         num_devices=num_devices,
         num_experts=size.num_experts,
         top_k=size.top_k,
-        tokens_per_micro_batch=size.tokens_per_rank,
-        num_micro_batches=1,
+        tokens_per_micro_batch=size.tokens_per_rank / num_micro_batches,
+        num_micro_batches=num_micro_batches,
         token_bytes=size.token_bytes,
         expert_elements=elements,
         expert_flops_per_token=2.0 * elements,
         dtype_bytes=FP32_BYTES,
         gradient_bytes=FP32_BYTES,
         before_layer_flops_L=(0.0,) * size.num_layers,
-        before_gate_flops_L=(pace["attention_s"] * pace["expert_flops_per_s"],) * size.num_layers,
+        before_gate_flops_L=(attention_flops / num_micro_batches,) * size.num_layers,
         on_cuda=False,
     )
 

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,10 @@ def _exchange_s(group: dist.ProcessGroup, edges: _Edges, num_bytes: int, device:
     return elapsed_s(lambda: exchange(sends, receives, group), device)
 
 
+Prepare = Callable[[int, dist.ProcessGroup, torch.device], tuple[Callable[[], object], int]]
+"""Prepares a call of about so many bytes; also the bytes that the busiest device sends in it."""
+
+
 def measure_collective(
     name: str,
     group: dist.ProcessGroup | None,
@@ -109,20 +114,20 @@ def measure_collective(
     *,
     message_bytes: Sequence[int],
     num_repetitions: int,
-    num_near: int = 0,
+    prepare: Prepare | None = None,
 ) -> LinkFit:
     """Measure the cost of one collective while all groups run it at the same time.
 
     All ranks of ``everyone`` call it. The result uses the longest :func:`median_s` of all ranks and is equal
     on all of them.
 
-    The name is a ``CollectiveName`` of cluster descriptions. The group of this rank has at least two ranks,
-    and is ``None`` if the rank only waits. Sizes are bytes that the busiest device sends, so that the
-    bandwidths of all collectives are comparable. If all ranks exchange with all, bytes to the ``num_near``
-    other ranks of a device's own node are not counted.
+    The name is a ``CollectiveName`` of cluster descriptions; all but ``all_to_all`` are known here, which
+    ``prepare`` provides. The group of this rank has at least two ranks, and is ``None`` if the rank only
+    waits. Sizes are bytes that the busiest device sends, so that the bandwidths are comparable.
     """
+    prepare = prepare or partial(_prepare, name)
     calls: list[tuple[Callable[[], object], int]] = [
-        _prepare(name, num_bytes, group, device, num_near) if group is not None else (lambda: None, 0)
+        prepare(num_bytes, group, device) if group is not None else (lambda: None, 0)
         for num_bytes in message_bytes
     ]
     measured = [
@@ -147,13 +152,13 @@ def median_s(
 
 
 def _prepare(
-    name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device, num_near: int
+    name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[Callable[[], object], int]:
     """The collective as a function, and the bytes that the busiest device sends in one call, in whole words.
 
-    In all-gather, reduce-scatter and all-to-all, a device sends ``D - 1`` of ``D`` parts. In all-reduce, it
-    sends twice as much (reduce-scatter and all-gather). In a broadcast, every device except the last passes
-    the whole message on.
+    In all-gather and reduce-scatter, a device sends ``D - 1`` of ``D`` parts. In all-reduce, it sends twice
+    as much (reduce-scatter and all-gather). In a broadcast, every device except the last passes the whole
+    message on.
     """
     size = group.size()
 
@@ -172,14 +177,9 @@ def _prepare(
         message = words(num_bytes * size / (2 * (size - 1)))
         sent_bytes = round(message.nbytes * 2 * (size - 1) / size)
         return lambda: dist.all_reduce(message, group=group), sent_bytes
-    num_counted = size - 1 - num_near
-    part = words(num_bytes / num_counted)
+    part = words(num_bytes / (size - 1))
     whole = part.repeat(size)
-    sent_bytes = part.nbytes * num_counted
-    if name == "all_to_all":
-        splits = [part.numel()] * size  # With sizes, as in a dispatch, the backend takes another path.
-        received = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(received, whole, splits, splits, group=group), sent_bytes
+    sent_bytes = part.nbytes * (size - 1)
     if name == "all_gather":
         return lambda: dist.all_gather_into_tensor(whole, part, group=group), sent_bytes
     if name == "reduce_scatter":

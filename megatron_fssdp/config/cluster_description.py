@@ -61,8 +61,8 @@ class ClusterDescription(Settings):
         {},
         "Measured costs of single collectives, which replace intra_node and inter_node. A bandwidth is per "
         "device and counts the bytes that the busiest device sends over links of the class. inter_node "
-        "counts bytes to other nodes while all devices of a node send at once; for all_to_all, which has a "
-        "size for each pair of devices as in a dispatch, messages inside the nodes travel at the same time.",
+        "counts bytes to other nodes while all devices of a node send at once. all_to_all is one of those of "
+        "a MoE layer with even loads, with the sorting of rows, and with messages inside the nodes.",
     )
     sources: dict[str, str] = setting({}, "Source of each figure, by the figure's key above.")
 

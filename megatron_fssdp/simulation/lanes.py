@@ -17,7 +17,8 @@ If weights are split, a part of spAG runs at the same time as the experts of the
 A recomputed layer runs its forward pass a second time, with its exchanges, before its backward pass.
 
 Stages of a pipeline are idle while the first micro-batch arrives and the last one leaves: the seconds of the
-micro-batches times (stages - 1) / (micro-batches · model chunks of a stage), as under 1F1B, and interleaved.
+micro-batches times (stages - 1) / (micro-batches · model chunks of a stage), as under 1F1B, and interleaved
+(Narayanan et al. 2021, §2.2). Between passes they wait for messages (``dense_messages.py``).
 
 If an all-to-all and a transfer run at the same time and both take longest on the same kind of link, each gets
 half of the link until one of them ends. So the link is never idle.
@@ -38,13 +39,14 @@ PARTS = (
     "waiting for spAG",
     "waiting for spRS",
     "re-sharding",
+    "dense messages",
     "gradient sync",
     "host",
     "pipeline bubble",
 )
 """Parts of an iteration's time. Their seconds add up to the whole iteration."""
 
-_LANES = {"all-to-all": ALL_TO_ALL, "gradient sync": ALL_TO_ALL, "host": HOST}
+_LANES = {"all-to-all": ALL_TO_ALL, "dense messages": ALL_TO_ALL, "gradient sync": ALL_TO_ALL, "host": HOST}
 """Lanes of the parts that are not compute."""
 
 OnSpan = Callable[[str, str, float, float], None]
@@ -84,7 +86,10 @@ class Lanes:
                     self.now_s += more_s
                 self._lane_s = max(self._lane_s, self.now_s)
                 done = num - 1
-        self._wait("pipeline bubble", self.now_s + record.bubble * (self.now_s - begin_s))
+        messages_s = num * record.stage_messages_s
+        idle_s = record.bubble * (self.now_s - begin_s + messages_s)
+        idle_s += 0.0 if record.hides_stage_messages else messages_s
+        self._wait("pipeline bubble", self.now_s + idle_s)
         self._run("gradient sync", "gradient sync", record.gradient_sync_s)
         self._wait("host", sum(layer.host_s for layers in record.micro_batches for layer in layers))
         return self
@@ -101,8 +106,9 @@ class Lanes:
         numbered = list(enumerate(layers, start=1))
         for number, layer in numbered:
             self._forward(f"layer {number}", layer, is_first, above=around[number + 1])
-        behind_s = record.behind_s
+        behind_s, messages = record.behind_s, record.behind_messages
         self._run("other compute", "behind the layers", behind_s)
+        self._run("dense messages", "behind the layers", sum(messages))
         backward_s = BACKWARD_PER_FORWARD * behind_s + record.behind_again_s
         self._run("other compute", "behind the layers'", backward_s)
         for number, layer in reversed(numbered):
@@ -111,6 +117,7 @@ class Lanes:
     def _forward(self, name: str, layer: LayerRecord, is_first: bool, above: LayerRecord | None) -> None:
         """Add the forward pass of a layer."""
         self._run("other compute", f"before {name}", layer.before_layer_s)
+        self._run("dense messages", f"before {name}", layer.before_messages.forward_s)
         gather_s = 0.0
         if is_first:
             gather_s = (1 - layer.early) * layer.gather_s
@@ -139,6 +146,7 @@ class Lanes:
         ``above``, if it is given, travels beside the experts.
         """
         self._run("other compute", f"attention, gate {name}", layer.before_gate_s)
+        self._run("dense messages", f"attention {name}", layer.gate_messages.forward_s)
         self._run("all-to-all", f"counts {name}", layer.counts_s)
         self._run("host", f"plan {name}", plan_s)
         arrival_s = max(arrival_s, self._transfer(f"spAG {name}", self.now_s, gather_s))
@@ -180,9 +188,11 @@ class Lanes:
             self._regathers = True
             self._regather(f"spAG again, below {name}", below)
         self._run("other compute", f"attention, gate' {name}", BACKWARD_PER_FORWARD * layer.before_gate_s)
+        self._run("dense messages", f"attention' {name}", layer.gate_messages.backward_s)
         self._wait("waiting for spRS", home_s)
         before_s = BACKWARD_PER_FORWARD * layer.before_layer_s + layer.before_again_s
         self._run("other compute", f"before' {name}", before_s)
+        self._run("dense messages", f"before' {name}", layer.before_messages.backward_s)
 
     def _run(self, part: str, name: str, seconds: float) -> None:
         begin_s, self.now_s = self.now_s, self.now_s + seconds

@@ -32,6 +32,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule, num_batches
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
+from megatron_fssdp.simulation.dense_messages import NO_MESSAGES, DenseSeconds, PassSeconds, RankLinks
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import LayerDecision, ReplayedIteration
 from megatron_fssdp.strategies.layer_plan import LayerPlan
@@ -62,6 +63,9 @@ class LayerRecord:
     before_layer_s: float = 0.0  # compute between the previous MoE layer and this transformer layer
     before_again_s: float = 0.0  # what the backward pass computes of it again
     before_gate_s: float = 0.0  # compute before the gate, under which spAG can be hidden
+    # Messages of tensor and context parallelism between the layers as before_layer_s, and before the gate.
+    before_messages: PassSeconds = NO_MESSAGES
+    gate_messages: PassSeconds = NO_MESSAGES
     recomputed: bool = False  # whether the backward pass runs the transformer layer's forward pass again
     counts_s: float = 0.0  # gathering the router counts and, with exact dispatch, computing shares
     dispatch: LinkTimes = UNUSED  # all-to-alls of rows and probabilities
@@ -107,8 +111,11 @@ class IterationRecord:
     plans_s: float = 0.0  # seconds in which a rank plans its part of the layers before the first pass
     behind_s: float = 0.0  # compute behind the last MoE layer in a micro-batch's forward pass
     behind_again_s: float = 0.0  # what the backward pass computes of it again
+    behind_messages: PassSeconds = NO_MESSAGES  # of tensor and context parallelism behind the last layer
+    stage_messages_s: float = 0.0  # messages between pipeline stages in a micro-batch
+    hides_stage_messages: bool = False  # whether other passes run beside them
     bubble: float = 0.0  # idle seconds of the pipeline stage over those of its micro-batches
-    gradient_sync_s: float = 0.0  # reduction of dense gradients after the last backward pass
+    gradient_sync_s: float = 0.0  # reduction of gradients after the last backward pass
 
 
 @dataclass(eq=False)
@@ -132,6 +139,7 @@ class LayerPrices:
         """The record of one iteration."""
         moved = moves_traffic(decided.source_P, decided.device_P, self.topology)
         times = self.job.num_micro_batches // len(decided.micro_batches)
+        dense, num_chunks = self._dense, len(self.job.stage.layers_of_chunk)
         return IterationRecord(
             micro_batches=[
                 [self._known_layer(number, index, one, times) for index, one in enumerate(layers)]
@@ -143,6 +151,9 @@ class LayerPrices:
             plans_s=self.plans_s,
             behind_s=self.job.after_layers_flops / self.cluster.non_expert_flops_per_s,
             behind_again_s=self.job.after_again_flops / self.cluster.non_expert_flops_per_s,
+            behind_messages=dense.of_dense.get(self.job.num_layers, NO_MESSAGES),
+            stage_messages_s=2 * num_chunks * dense.of_stage_s,
+            hides_stage_messages=num_chunks > 1,
             bubble=self.job.bubble,
             gradient_sync_s=self._gradient_sync_s,
         )
@@ -239,6 +250,8 @@ class LayerPrices:
             # No experts before the first layer could hide a part, and the smart schedule leaves no room.
             "early": plan.early if plan.is_split and layer and self.steps is None else 0.0,
             "steps": self.steps if plan.in_steps else None,
+            "before_messages": self._dense.of_dense.get(layer, NO_MESSAGES),
+            "gate_messages": self._dense.of_moe,
             "recomputed": layer in job.recomputed,
             "counts_s": self._counts_s + plan.shares_exactly * (self._counts_s + EXACT_SHARES_S),
             "gather_s": gather_times.seconds,
@@ -273,17 +286,28 @@ class LayerPrices:
         return gather_counts_s(self.links.counts, self.topology, self.job.num_experts)
 
     @cached_property
+    def _ranks(self) -> RankLinks:
+        return RankLinks(self.cluster, self.job.num_peers)
+
+    @cached_property
+    def _dense(self) -> DenseSeconds:
+        return self._ranks.dense_seconds(self.job.dense)
+
+    @cached_property
     def _gradient_sync_s(self) -> float:
-        """Seconds of the ring all-reduce of dense gradients, or 0 if the backward pass hides it."""
-        job, cluster = self.job, self.cluster
-        if not job.reduces_dense_at_end:
+        """Seconds to reduce gradients over ranks with the same parameters, or 0 if that is hidden."""
+        job = self.job
+        if not job.reduces_at_end:
             return 0.0
-        ranks = job.data_parallel_size
-        # A ring crosses each node's NICs once, for any number of devices in the node.
-        link = cluster.intra_node if ranks <= cluster.devices_per_node else cluster.inter_node
-        num_bytes = 2 * (ranks - 1) / ranks * job.dense_elements * job.gradient_bytes
-        slowest = min(link.bandwidth_bytes_per_s, cluster.intra_node.bandwidth_bytes_per_s)
-        return link.alpha_s + num_bytes / slowest
+        experts = job.num_layers * max(job.num_experts // job.num_devices, 1) * job.expert_elements
+        rings = (
+            (job.data_parallel_size, job.dense.tensor_size, job.dense_elements),
+            (job.expert_data_parallel_size, job.num_devices * job.num_peers, experts),
+        )
+        return sum(
+            self._ranks.reduction_s(num_ranks, num_groups, job.gradient_bytes * elements)
+            for num_ranks, num_groups, elements in rings
+        )
 
     def _transfer(self, traffic: TransferTraffic, element_bytes: int | None = None) -> tuple[LinkTimes, int]:
         """Seconds of a transfer, of weights by default, and the batches of messages that a rank posts."""

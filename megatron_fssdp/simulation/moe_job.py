@@ -19,6 +19,7 @@ from megatron_fssdp.planning.cost.link_seconds import cluster_cost
 from megatron_fssdp.planning.memory import FP32_BYTES, ExpertOptimizer
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule
+from megatron_fssdp.simulation.dense_messages import DenseMessages
 from megatron_fssdp.simulation.layout import StageLayers, stages_of
 from megatron_fssdp.simulation.parameter_count import (
     count_parameters,
@@ -70,9 +71,10 @@ class MoeJob:
     optimizer: ExpertOptimizer = field(default_factory=ExpertOptimizer)
     expert_data_parallel_size: int = 1  # expert-parallel groups that own the same experts
     data_parallel_size: int = 1  # ranks that have the same dense parameters
-    reduces_dense_at_end: bool = False  # whether dense gradients are reduced after the last backward pass
+    reduces_at_end: bool = False  # whether gradients are reduced after the last backward pass
     activation_bytes: float = 0.0  # estimate of what a micro-batch keeps for its backward pass, but experts
     activation_bytes_per_pair: float = 0.0  # estimate of what experts keep for each (token, k) pair
+    dense: DenseMessages = field(default_factory=DenseMessages)  # of other parallelism
     on_cuda: bool = True  # whether devices are GPUs, whose transfers use larger messages
     host: HostCosts | None = None  # costs of planning on the host; None: left out
     # What a record of the loads knows about the experts of the tokens, and whether Megatron's dispatcher
@@ -143,6 +145,7 @@ class MoeJob:
             after_again_flops=self.after_again_flops * factor,
             activation_bytes=self.activation_bytes * factor,
             recomputed_bytes=self.recomputed_bytes * factor,
+            dense=self.dense.with_tokens(factor),
         )
 
 
@@ -151,7 +154,7 @@ def job_of_run(run: RunConfig, stage: StageLayers | None = None) -> MoeJob:
 
     FLOPs count matrix products, two operations for each multiply-add, and attention in full although half of
     it is masked, as in Megatron's own throughput figure. Ranks of tensor and context parallelism share the
-    tokens, as under sequence parallelism; their own collectives are not counted.
+    tokens, as under sequence parallelism.
 
     Raises:
         ConfigurationError: The model has no experts, or its layers do not fit the pipeline.
@@ -194,10 +197,11 @@ def job_of_run(run: RunConfig, stage: StageLayers | None = None) -> MoeJob:
         ),
         expert_data_parallel_size=ranks // expert_ranks,
         data_parallel_size=ranks // cut.tensor_model_parallel_size,
-        reduces_dense_at_end=ranks > cut.tensor_model_parallel_size and not cut.overlap_grad_reduce,
+        reduces_at_end=not cut.overlap_grad_reduce,
         activation_bytes=hidden_bytes
         * (ACTIVATIONS_PER_HIDDEN * (len(layers) - num_recomputed) + -(-num_recomputed // at_once)),
         activation_bytes_per_pair=dtype_bytes * (2 * model.hidden_size + inner_of_pair / peers),
+        dense=_dense_messages(run, stage, tokens, dtype_bytes),
         on_cuda=training.device != "cpu",
         host=MEASURED,
         choices=TokenChoices(
@@ -219,15 +223,47 @@ def _dense_elements(model: ModelArguments, vocab_size: int, stage: StageLayers) 
     return elements
 
 
+def _scores_width(model: ModelArguments) -> int:
+    """Elements of a key and a value of one head."""
+    if model.multi_latent_attention:
+        return model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+    return 2 * model.head_width
+
+
+def _scores_flops(model: ModelArguments) -> float:
+    """FLOPs of a token's scores and values, also of those that a mask or a window removes."""
+    return 2.0 * model.seq_length * model.num_attention_heads * _scores_width(model)
+
+
+def _dense_messages(run: RunConfig, stage: StageLayers, tokens: float, dtype_bytes: int) -> DenseMessages:
+    """Messages of a rank with so many tokens of a micro-batch."""
+    model, cut = run.model, run.parallelism
+    grouped = model.group_query_attention and not model.multi_latent_attention
+    key_heads = model.num_query_groups if grouped else model.num_attention_heads
+    layers = [[0, 0]]
+    for layer, again in stage.layers:
+        if model.moe_layers[layer]:
+            layers.append([0, 0])
+        else:
+            layers[-1] = [layers[-1][0] + 1, layers[-1][1] + again]
+    return DenseMessages(
+        tensor_size=cut.tensor_model_parallel_size,
+        context_size=cut.context_parallel_size,
+        stage_ranks=cut.world_size // cut.pipeline_model_parallel_size,
+        num_stages=stage.num_stages,
+        hidden_bytes=tokens * model.hidden_size * dtype_bytes,
+        keys_bytes=tokens * key_heads * _scores_width(model) * dtype_bytes,
+        scores_flops=tokens * _scores_flops(model),
+        shared_experts=model.moe_shared_expert_intermediate_size is not None,
+        dense_layers=tuple((number, again) for number, again in layers),
+    )
+
+
 def _flops_by_layer(
     model: ModelArguments, vocab_size: int, tokens: float, stage: StageLayers
 ) -> dict[str, Any]:
     """FLOPs of a micro-batch's forward pass, and what is recomputed, by the fields of :class:`MoeJob`."""
-    hidden, scores_width = model.hidden_size, 2 * model.head_width
-    if model.multi_latent_attention:
-        scores_width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
-    # Scores and values are computed for all tokens, also for those that a mask or a window removes.
-    scores = 2.0 * model.seq_length * model.num_attention_heads * scores_width
+    hidden, scores = model.hidden_size, _scores_flops(model)
     rows: list[tuple[float, float, float]] = []
     running, again, recomputed = 0.0, 0.0, set[int]()
     for layer, is_recomputed in stage.layers:

@@ -136,11 +136,13 @@ def simulate(
     past_ILDE: np.ndarray | None = None,
     layer_numbers: Sequence[int] | None = None,
     on_plan: OnPlan | None = None,
+    planned_for: ClusterDescription | None = None,
 ) -> StrategyOutcome:
     """Simulate a strategy on loads: its seconds, decisions, traffic and memory.
 
     ``none`` is simulated as ``ep``, because tokens travel in the same way. Loads, with or without an axis of
-    micro-batches, and the optional arguments are those of :func:`replay_strategy`.
+    micro-batches, and the optional arguments are those of :func:`replay_strategy`. The strategy plans with
+    the costs of ``cluster``, or of another description ``planned_for``.
 
     Raises:
         ValueError: The loads do not have the job's sizes, or the job does not fit cluster or strategy.
@@ -161,7 +163,7 @@ def simulate(
         first_pairs = _pairs_at_peak(
             checked_strategy(name, settings, cluster, job), first_ILDE, topology, job
         )
-    profile = layer_profile(job, cluster, strategy.replica_life, first_pairs)
+    profile = layer_profile(job, planned_for or cluster, strategy.replica_life, first_pairs)
     profile = replace(profile, deduplicated=strategy.travel.exchange == "deduplicated")
     ring = strategy.ring(0, topology)
     steps = None if ring is None else SteppedExchange.of(ring, topology, job.messages(cluster).step_host_s)

@@ -43,22 +43,34 @@ def test_devices_of_a_node_share_its_nic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fitted_bytes_per_s", "rows_s"),
+    ("fitted_bytes_per_s", "longer_s"),
     [
-        # An average node has 24 / 2 rows; 20 bytes/s for each of its two devices while all nodes exchange.
-        (20, 12 * (10 + 6) / 40),
-        # The busiest node's NIC has 16 rows, and a fitted rate cannot exceed the NIC's own.
-        (1000, 16 * (10 + 6) / 100),
+        # All exchange 12 rows with start-ups at 40 bytes/s a node, and the link needs 100 bytes/s for them.
+        (20, 12 * (10 + 6) * (1 / 40 - 1 / 100) + (2 + 1) * 0.25),
+        # A fitted rate cannot exceed the NIC's own.
+        (1000, 0),
     ],
 )
-def test_a_fitted_all_to_all_rate_applies_to_the_average_node(
-    fitted_bytes_per_s: float, rows_s: float
+def test_a_fitted_all_to_all_counts_as_far_as_all_links_are_busy(
+    fitted_bytes_per_s: float, longer_s: float
 ) -> None:
+    """The busiest node has 16 rows and an average one 24 / 2, so 3/4 of the links' time."""
     fitted = {"all_to_all": {"inter_node": {"alpha_s": 0.25, "bandwidth_bytes_per_s": fitted_bytes_per_s}}}
-    cluster = cluster_of(nodes=2, collectives=fitted)
+    cluster = cluster_of(nodes=2, far_alpha_s=0.1, collectives=fitted)
     outcome = simulate("ep", settings_of("ep"), loads(TWO_NODES), cluster, job_of(devices=4, experts=4))
-    wanted = 2 * rows_s + 2 * (2 + 1) * 0.25 + 2 * 4 * 8 / 100
-    assert seconds(outcome)["all-to-all"] == pytest.approx(wanted)
+    rows_s = 16 * (10 + 6) / 100 + 3 / 4 * longer_s + 1 / 4 * (2 + 1) * 0.1
+    assert seconds(outcome)["all-to-all"] == pytest.approx(2 * rows_s + 0.1 + 2 * 4 * 8 / 100)
+
+
+def test_even_loads_take_exactly_the_fitted_time() -> None:
+    fitted = {"all_to_all": {"inter_node": {"alpha_s": 0.25, "bandwidth_bytes_per_s": 20}}}
+    even = loads([[2] * 4] * 4)
+    outcome = simulate(
+        "ep", settings_of("ep"), even, cluster_of(nodes=2, collectives=fitted), job_of(devices=4, experts=4)
+    )
+    # Each device sends 4 rows to the other node, at 20 bytes/s.
+    rows_s = 4 * (10 + 6) / 20 + (2 + 1) * 0.25
+    assert seconds(outcome)["all-to-all"] == pytest.approx(2 * rows_s + 2 * 4 * 8 / 100)
 
 
 def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
@@ -98,12 +110,13 @@ def test_compute_outside_moe_layers_and_gradient_synchronization_take_time() -> 
         after_layers_flops=10.0,
         dense_elements=100,
         data_parallel_size=2,
-        reduces_dense_at_end=True,
+        expert_data_parallel_size=3,
+        reduces_at_end=True,
     )
     outcome = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job)
     assert seconds(outcome)["other compute"] == pytest.approx(3 * (20 + 5 + 10) / 5)
-    # Half of twice 400 bytes to the other rank.
-    assert seconds(outcome)["gradient sync"] == pytest.approx(2 * 0.5 * 400 / 1000)
+    # Half of twice 400 bytes to the other rank, and two thirds of twice an expert's 200 bytes.
+    assert seconds(outcome)["gradient sync"] == pytest.approx(2 * (400 / 2 + 200 * 2 / 3) / 1000)
 
 
 def test_the_ceiling_is_simulated_with_balanced_routing() -> None:

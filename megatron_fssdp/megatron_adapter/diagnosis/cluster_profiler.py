@@ -6,12 +6,13 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.link_probes import measure_collective
+from megatron_fssdp.collectives.link_probes import Prepare, measure_collective
 from megatron_fssdp.config.cluster_description import (
     ClusterDescription,
     CollectiveName,
@@ -21,7 +22,9 @@ from megatron_fssdp.config.cluster_description import (
 )
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.megatron_adapter.diagnosis.exchange_probe import prepare_exchange
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
+from megatron_fssdp.planning.cost.layer_seconds import EXCHANGE_STARTS
 from megatron_fssdp.runtime.experts.compute_probe import (
     LayerShape,
     attention_flops_per_s,
@@ -33,6 +36,9 @@ _NAMES: tuple[CollectiveName, ...] = get_args(CollectiveName)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_SHAPE = LayerShape(512, 2048, 2, 512, False, 8, 256, 1, torch.float32)
 _GPU_SHAPE = LayerShape(4096, 14336, 8, 8192, True, 32, 4096, 1, torch.bfloat16)
+
+_EXCHANGE_SIZES = 5
+"""Number of the largest sizes at which a layer's all-to-alls are measured; smaller ones are all start-up."""
 
 _Fits = dict[CollectiveName, dict[LinkClass, FittedLink]]
 
@@ -136,8 +142,8 @@ def measure_cluster(
             f"{world_size} ranks, nodes: {num_nodes}, {dist.get_backend()}, {sizes[0]:,} to {sizes[-1]:,} "
             f"bytes, {repetitions} repetitions"
         )
-    fits, alone = _measure_links(settings, num_nodes, device, say)
     shape = _layer_shape(settings.model, device)
+    fits, alone = _measure_links(settings, num_nodes, device, shape, say)
     expert = measured_compute("experts", expert_flops_per_s)
     attention = measured_compute("attention", attention_flops_per_s)
     messages = fits["point_to_point"]
@@ -166,23 +172,36 @@ def measure_cluster(
 
 
 def _measure_links(
-    settings: ProfileSettings, num_nodes: int, device: torch.device, say: Callable[[str], None]
+    settings: ProfileSettings,
+    num_nodes: int,
+    device: torch.device,
+    shape: LayerShape,
+    say: Callable[[str], None],
 ) -> tuple[_Fits, FittedLink | None]:
     """Return fits of all collectives by class of link, and of a device that sends alone between nodes."""
     everyone: Any = dist.group.WORLD
     ranks, per_node = range(dist.get_world_size()), dist.get_world_size() // num_nodes
     fits: _Fits = {name: {} for name in _NAMES}
     alone: FittedLink | None = None
-    how: Any = {"message_bytes": settings.message_bytes(), "num_repetitions": settings.num_repetitions}
 
     def measured(label: str, name: str, group: Any, num_near: int = 0) -> FittedLink:
-        fit = measure_collective(name, group, everyone, device, num_near=num_near, **how)
+        prepare: Prepare | None = None
+        num_starts, sizes = 1, settings.message_bytes()
+        if name == "all_to_all":
+            prepare = partial(
+                prepare_exchange, num_near=num_near, model_dim=shape.model_dim, dtype=shape.dtype
+            )
+            num_starts = EXCHANGE_STARTS
+            sizes = sizes[-_EXCHANGE_SIZES:]
+        how: Any = {"message_bytes": sizes, "num_repetitions": settings.num_repetitions, "prepare": prepare}
+        fit = measure_collective(name, group, everyone, device, **how)
+        alpha_s = fit.cost.alpha_s / num_starts
         say(
-            f"{label}: {fit.cost.alpha_s * 1e6:.1f} us + {1e-9 / fit.cost.beta_s_per_byte:.3f} GB/s, "
+            f"{label}: {alpha_s * 1e6:.1f} us + {1e-9 / fit.cost.beta_s_per_byte:.3f} GB/s, "
             f"R2 {fit.r_squared:.4f}, worst error {fit.worst_relative_error:.0%}"
         )
         return FittedLink(
-            alpha_s=fit.cost.alpha_s,
+            alpha_s=alpha_s,
             bandwidth_bytes_per_s=1 / fit.cost.beta_s_per_byte,
             r_squared=fit.r_squared,
             worst_relative_error=fit.worst_relative_error,

@@ -47,6 +47,9 @@ PROB_BYTES = 4
 DISPATCH_STARTS = 2
 """Number of all-to-alls of a dispatch, for rows and for probabilities. Their gradients have as many."""
 
+EXCHANGE_STARTS = 2 * (DISPATCH_STARTS + 1)
+"""All-to-alls of a layer in both passes: dispatches and combines."""
+
 CHOICE_BYTES = 8
 """Bytes of one choice that travels with a token of a deduplicated exchange: expert and probability.
 

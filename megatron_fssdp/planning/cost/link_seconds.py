@@ -99,7 +99,7 @@ class LinkSet(NamedTuple):
     """Costs of one collective: of a device's link inside its node, and of all NICs of a node together.
 
     Also of the NICs when one device sends alone (``far_of_device``), and when all nodes send and receive the
-    same amount (``far_of_all``); zero if unknown.
+    same amount (``far_of_all``), so that the slowest message counts; zero if unknown.
     """
 
     near: LinkCost
@@ -112,19 +112,26 @@ class LinkSet(NamedTuple):
     ) -> LinkTimes:
         """Start-up plus transfer seconds of units (rows or experts) (FasterMoE, Eq. 2; Parm, Eq. 12).
 
-        Between nodes, the largest of three bounds counts: of the busiest node's NICs, of the busiest device,
-        and of an average node while all NICs are busy. ``starts`` collectives share the bytes.
+        Between nodes, the busier counts of the busiest node's NICs and the busiest device. The more the other
+        NICs are busy as well, the more it waits for the slowest message: by the part that the mean node has
+        of the busiest one's seconds, what an exchange among all takes longer than its bytes replaces the
+        start-up. ``starts`` collectives share the bytes.
         """
         near_s = busiest.near * bytes_per_unit * self.near.beta_s_per_byte
         far_s = bytes_per_unit * max(
             busiest.far_of_node * self.far_of_node.beta_s_per_byte,
             busiest.far_of_device * self.far_of_device.beta_s_per_byte,
-            busiest.far_of_mean_node * self.far_of_all.beta_s_per_byte,
         )
         near_start_s, far_start_s = starts * self.near.alpha_s, starts * self.far_of_node.alpha_s
+        longer_s = far_start_s
+        if far_s > 0 and self.far_of_all != FREE:
+            mean_bytes = busiest.far_of_mean_node * bytes_per_unit
+            mean_s = mean_bytes * self.far_of_node.beta_s_per_byte
+            all_s = starts * self.far_of_all.alpha_s + mean_bytes * self.far_of_all.beta_s_per_byte
+            longer_s += (max(all_s - mean_s, 0.0) - far_start_s) * mean_s / far_s
         return LinkTimes(
             near_start_s + near_s if busiest.near > 0 else 0.0,
-            far_start_s + far_s if busiest.far_of_node > 0 else 0.0,
+            longer_s + far_s if busiest.far_of_node > 0 else 0.0,
             near_start_s,
             far_start_s,
             in_turn,
@@ -168,8 +175,9 @@ def cluster_links(cluster: ClusterDescription) -> ClusterLinks:
     Tokens and counts travel by the collectives of Megatron's dispatcher under all strategies. Transfers are
     point-to-point messages.
 
-    A fitted collective gives the bandwidth of each device while all devices use their NICs. In an uneven
-    all-to-all most NICs are idle, and the busiest node has the whole bandwidth ``inter_node``.
+    A fitted collective gives the cost while all devices use their NICs and begin at different moments. In an
+    uneven all-to-all most NICs are idle, and the busiest one works from the first message on, at the cost of
+    ``inter_node``.
     """
     far, of_device = link_cost(cluster.inter_node), link_cost(cluster.inter_device)
 
@@ -178,8 +186,7 @@ def cluster_links(cluster: ClusterDescription) -> ClusterLinks:
         near = link_cost(measured.get("intra_node", cluster.intra_node))
         if (inter := measured.get("inter_node")) is None:
             return LinkSet(near, far, of_device)
-        of_node = LinkCost(inter.alpha_s, far.beta_s_per_byte)
-        return LinkSet(near, of_node, of_device, link_cost(inter, cluster.devices_per_node))
+        return LinkSet(near, far, of_device, link_cost(inter, cluster.devices_per_node))
 
     return ClusterLinks(links_of("all_to_all"), links_of("point_to_point"), links_of("all_gather"))
 
