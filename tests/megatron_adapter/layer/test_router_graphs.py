@@ -83,7 +83,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
     """Capture with the slots of the first plan; replay with those of later plans, as the graph would."""
     layer, hidden = _captured_layer(rank, world_size)
     slots, clock = layer.slot_layer, layer.slot_layer.clock
-    dispatcher, table = layer.token_dispatcher, slots.passes.in_use.shares.numbers
+    dispatcher, table = layer.token_dispatcher, _table_of(slots)
     attributes = list(dispatcher.valid_cudagraph_attrs)
     differences, plans = [], set()
     for hot in range(3):
@@ -92,7 +92,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         wanted, _ = layer(hidden)
         plans.add(slots.passes.plan.digest())
         assert layer.token_dispatcher is dispatcher
-        assert slots.passes.in_use.shares.numbers is table
+        assert _table_of(slots) == table
         # What a replay computes: the same operations on the same tensors.
         probs, routing_map = layer.router(hidden)
         rows, row_probs = dispatcher.dispatch_preprocess(hidden, *slots.remap(routing_map, probs))
@@ -106,6 +106,14 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         slots.gradients.finish()
         slots.lifecycle.end_iteration()
     return bool(attributes), differences, len(plans)
+
+
+def _table_of(slots: Any) -> tuple[int, ...]:
+    """Addresses and sizes of the share table that a graph of preprocessing reads."""
+    shares = slots.passes.in_use.shares
+    return tuple(
+        number for part in (shares.known, shares.expert_W) for number in (part.data_ptr(), *part.shape)
+    )
 
 
 def _forbidden(*args: Any, **kwargs: Any) -> None:
