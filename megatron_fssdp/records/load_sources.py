@@ -9,7 +9,7 @@ from textwrap import shorten
 from typing import Any
 
 import numpy as np
-from numpy.lib.format import open_memmap
+from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -80,7 +80,7 @@ def _read_array(path: Path) -> RecordedLoads:
                     raise ValueError(f"got arrays {', '.join(file)}, wanted {MICRO_BATCH_COUNTS}")
                 counts: NDArray[Any] = file[MICRO_BATCH_COUNTS]
         else:
-            counts = open_memmap(path, mode="r")
+            counts = npy_format.open_memmap(path, mode="r")
             if counts.dtype.names is not None:
                 return read_loads(path)
         if counts.ndim not in (3, 4, 5) or counts.dtype.kind not in "iuf" or not counts.size:
