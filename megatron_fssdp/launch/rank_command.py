@@ -37,7 +37,8 @@ class RankCommand:
     def variables(self) -> dict[str, str]:
         """Environment variables of the ranks."""
         if self.on_cpu:  # The arguments are those of CPU ranks, on every machine. The ranks share the cores.
-            return {_DEVICE_VARIABLE: "cpu", "OMP_NUM_THREADS": "1"}
+            # To compile Megatron's small functions takes longer than they run in most trainings.
+            return {_DEVICE_VARIABLE: "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
         device, cut = self.config.training.device, self.config.parallelism
         variables: dict[str, str] = {} if device == "auto" else {_DEVICE_VARIABLE: device}
         if cut.tensor_model_parallel_size > 1 or cut.context_parallel_size > 1:

@@ -39,7 +39,7 @@ def test_dry_run_prints_the_whole_command_and_writes_nothing(printed, tmp_path):
     start = words.index("torchrun")
     wanted = ["--standalone", "--nproc-per-node=8", "-m", "megatron_fssdp", "pretrain_gpt"]
     assert words[start + 1 : start + 6] == wanted
-    assert {"MEGATRON_FSSDP_DEVICE=cpu", "OMP_NUM_THREADS=1"} < set(words)
+    assert {"MEGATRON_FSSDP_DEVICE=cpu", "OMP_NUM_THREADS=1", "TORCHDYNAMO_DISABLE=1"} < set(words)
     assert str(ROOT) not in text
     for flag, wanted in {"--train-iters": "50", "--seed": "7", "--vocab-size": "2048"}.items():
         assert value(flag) == wanted

@@ -21,11 +21,6 @@ def install_fused_dispatch() -> None:
     module.fused_dispatch, module.fused_combine = _deepep_dispatch, _deepep_combine
     module.hybrid_ep_dispatch, module.hybrid_ep_combine = _hybridep_dispatch, _hybridep_combine
     module.set_deepep_num_sms = lambda number: None
-    # Compiling takes longer than the test.
-    flex = module.MoEFlexTokenDispatcher
-    flex.dispatch_preprocess = getattr(
-        flex.dispatch_preprocess, "_torchdynamo_orig_callable", flex.dispatch_preprocess
-    )
 
 
 def _gather(x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -5,7 +5,6 @@ import weakref
 from functools import cache, partial
 from pkgutil import resolve_name
 
-import torch
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
@@ -18,8 +17,6 @@ add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 for entry in STRATEGIES.values():
     if entry.strategy is not None:
         resolve_name(entry.strategy)
-# Megatron compiles small functions as it is imported, whatever --disable-jit-fuser says.
-torch.compiler.set_stance("force_eager")
 # When a rank ends, it would take back all that libraries have registered with torch.
 for one in list(weakref.finalize._registry):
     one.atexit = False

@@ -3,10 +3,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.megatron_adapter.diagnosis.exchange_probe import prepare_exchange
-from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 
-def exchange(rank: int, world_size: int, num_near: int) -> tuple[int, dict[int, int]]:
+def exchanges(rank: int, world_size: int) -> list[tuple[int, dict[int, int]]]:
+    return [exchange(num_near) for num_near in (0, 1)]
+
+
+def exchange(num_near: int) -> tuple[int, dict[int, int]]:
     """The bytes that a call says it sends, and the elements of rows that each rank gets."""
     group, rows = dist.group.WORLD, {}
     call, sent_bytes = prepare_exchange(
@@ -28,9 +32,9 @@ def exchange(rank: int, world_size: int, num_near: int) -> tuple[int, dict[int, 
     return sent_bytes, rows
 
 
-@pytest.mark.parametrize("num_near", [0, 1])
-def test_every_rank_sends_the_stated_bytes_to_the_ranks_that_count(num_near: int) -> None:
-    for rank, (sent_bytes, rows) in enumerate(run_ranks(exchange, 4, num_near)):
-        assert 4 * rows[(rank + 1) % 4] * (3 - num_near) == sent_bytes
-        assert len(set(rows.values())) == 1
-        assert sent_bytes == pytest.approx(4 * 4000, rel=0.1)
+def test_every_rank_sends_the_stated_bytes_to_the_ranks_that_count() -> None:
+    for rank, of_rank in enumerate(run_megatron_ranks(exchanges, 4)):
+        for num_near, (sent_bytes, rows) in enumerate(of_rank):
+            assert 4 * rows[(rank + 1) % 4] * (3 - num_near) == sent_bytes
+            assert len(set(rows.values())) == 1
+            assert sent_bytes == pytest.approx(4 * 4000, rel=0.1)
