@@ -55,7 +55,7 @@ megatron-fssdp train gpt_moe_tiny --out runs/fssdp --resume --iters "$((iters + 
 (($(wc -l <runs/fssdp/metrics.jsonl) == iters + 2)) || fail "runs/fssdp does not have $((iters + 2)) iterations"
 
 step "simulate, on the loads and the settings of a run"
-megatron-fssdp simulate --loads runs/fssdp --cluster hpwnv --cluster-set num_nodes=1 --no-break-even --out what-if
+megatron-fssdp simulate --loads runs/fssdp --cluster hpwnv --cluster-set num_nodes=1 --out what-if
 
 step "the printed command"
 bash -ec "$("${train[@]}" --iters 2 --out runs/printed --dry-run)" >printed.log 2>&1 || fail "$(tail -n 20 printed.log)"
@@ -76,7 +76,7 @@ if [[ -n "$megatron" ]]; then
     --moe-strategy fssdp --moe-strategy-set record_dir=runs/own >own.log 2>&1 || fail "$(tail -n 20 own.log)"
   megatron-fssdp report runs/own
   two=(--cluster hpwnv --cluster-set num_nodes=1 --cluster-set devices_per_node=2)
-  megatron-fssdp simulate --loads runs/own "${two[@]}" --no-break-even --out what-if-own
+  megatron-fssdp simulate --loads runs/own "${two[@]}" --out what-if-own
 fi
 
 step "done"

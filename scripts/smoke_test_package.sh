@@ -76,7 +76,7 @@ venv/bin/megatron-fssdp train gpt_moe_tiny --moe-strategy fssdp --iters 3 --set 
 (($(wc -l <run/metrics.jsonl) == 3)) || { echo "run/metrics.jsonl does not have 3 iterations" >&2 && exit 1; }
 
 step "megatron-fssdp simulate"
-venv/bin/megatron-fssdp simulate --loads run --cluster hecate-a --model gpt_moe_tiny --no-break-even --no-plots --out what-if
+venv/bin/megatron-fssdp simulate --loads run --cluster hecate-a --model gpt_moe_tiny --no-plots --out what-if
 
 step "pip install SDIST"
 wanted="$(venv/bin/megatron-fssdp --version)"

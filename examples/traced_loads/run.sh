@@ -28,4 +28,4 @@ CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONPATH="$megatron${PYTHONPATH:+:$PYTHONPATH}" 
 
 megatron-fssdp report "$out/traces" --model "$here/model.yaml" --out "$out/report.html"
 megatron-fssdp simulate --loads "$out/traces" --model "$here/model.yaml" --cluster h200 --cluster-set num_nodes=1 \
-  --cluster-set devices_per_node=4 --strategies ep,fssdp,prophet --no-break-even --out "$out/simulation"
+  --cluster-set devices_per_node=4 --strategies ep,fssdp,prophet --out "$out/simulation"

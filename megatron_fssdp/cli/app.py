@@ -18,7 +18,6 @@ from megatron_fssdp.cli.data_command import data_build_command
 from megatron_fssdp.cli.doctor_command import doctor_command
 from megatron_fssdp.cli.profile_command import profile_command
 from megatron_fssdp.cli.training_commands import sweep_command, train_command
-from megatron_fssdp.cli.watch_command import watch_command
 from megatron_fssdp.config.errors import ConfigurationError
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
@@ -43,7 +42,6 @@ app.command("sweep")(sweep_command)
 app.command("profile")(profile_command)
 app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")
-app.command("watch")(watch_command)
 app.command("report")(report_command)
 app.command("compare")(compare_command)
 app.command("simulate")(simulate_command)

@@ -46,12 +46,6 @@ def key_values(words: str, *names: str) -> Any:
     return typer.Option(*names, metavar="KEY=VALUE", help=f"{words} Repeatable.")
 
 
-def strategy_list(verb: str, more: str = "") -> Any:
-    """Return an option for strategies to rank or simulate, and for systems of others."""
-    words = f"Strategies to {verb}, separated by commas, of {SHIPPED_NAMES}, and systems of others: "
-    return typer.Option(help=f"{words}{SYSTEM_NAMES}.{more}", autocompletion=simulated_names)
-
-
 def plain_console(*, stderr: bool = False) -> Any:
     """Return a console that prints words as they are: without colours of numbers, and on one line."""
     from rich.console import Console

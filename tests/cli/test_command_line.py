@@ -35,7 +35,7 @@ def test_help_names_all_strategies():
         (["train", "gpt_moe_tiny", "--moe-strategy", "fs"], ["fssdp"]),
         (["simulate", "--strategies", "ep,f"], ["ep,fssdp", "ep,fastermoe", "ep,flexmoe"]),
         (["simulate", "--strategies", "ep,u"], ["ep,ultraep-like"]),
-        (["report", "run", "--cluster", "hecate-"], ["hecate-a", "hecate-b"]),
+        (["simulate", "--cluster", "hecate-"], ["hecate-a", "hecate-b"]),
         (["train", "my_own.y"], []),  # the shell completes files
     ],
 )

@@ -1,5 +1,4 @@
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from megatron_fssdp.report.simulations.simulation_page import simulation_headlin
 from megatron_fssdp.report.tables import terminal_table
 from megatron_fssdp.report.trainings.measures import comparison_table
 from megatron_fssdp.report.trainings.shown_run import shown_runs
-from megatron_fssdp.simulation.break_even import BreakEven
 
 from ..simulation.small_jobs import ranking
 from .made_runs import write_made_run
@@ -41,18 +39,15 @@ def shown(table: Table) -> str:
 
 
 def test_the_ranking_shows_every_cell() -> None:
-    made = made_simulation()[0]
-    found = BreakEven(True, 0.5, 1_234_567.0)
-    report = replace(made, rows=tuple(replace(row, tokens=found, bandwidth=found) for row in made.rows))
+    report = made_simulation()[0]
     table = report.table
     first, second = (shown(one) for one in report.terminal_tables())
     for cells in table.rows:
         texts = dict(zip(table.header, cells, strict=True))
         for name in ("strategy", "ms of an iteration", "warm-up", "× ep", "% of force-balanced"):
             assert texts[name] in first
-        for name in ("strategy", "peak memory", "host ms", "pays from", "pays up to"):
+        for name in ("strategy", "peak memory", "host ms"):
             assert texts[name] in second
-    assert "1,234,567 tokens" in second
 
 
 def test_comparisons_show_every_name(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 
 from megatron_fssdp.cli.shared_options import (
+    SHIPPED_NAMES,
+    SYSTEM_NAMES,
     Paths,
     Texts,
     key_values,
     plain_console,
     run_files,
-    strategy_list,
+    simulated_names,
 )
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.shipped_files import known_clusters
@@ -19,18 +21,7 @@ from megatron_fssdp.config.shipped_files import known_clusters
 _CLUSTER = "YAML of a cluster, or a name that `megatron-fssdp configs` lists."
 _OTHER_LOADS = "other loads: Megatron's router traces or tokens per expert, or counts in a .npy or .csv file"
 
-RankingCluster = Annotated[
-    str | None,
-    typer.Option(help=f"Cluster to rank strategies on: {_CLUSTER}", autocompletion=known_clusters),
-]
-RankedStrategies = Annotated[
-    str, strategy_list("rank", " Only with --cluster. Default: all that place experts.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def report_command(
@@ -47,8 +38,6 @@ def report_command(
         Paths, run_files("the run that was traced.", " Only for loads that are not of a run.")
     ] = None,
     settings: Annotated[Texts, key_values("Any setting of this run.", "--set")] = None,
-    cluster: RankingCluster = None,
-    strategies: RankedStrategies = "",
     as_json: AsJson = False,
 ) -> None:
     """Write an HTML page with the losses, loads, times, placements and memory of a run, or with loads."""
@@ -60,15 +49,14 @@ def report_command(
     folder = run.parent if is_run and run.is_file() else run
     # The page of a run is beside its loads.npy.
     page = out or (run.with_suffix(".html") if folder.is_file() else folder / "report.html")
-    what_if = cluster, _names(strategies)
     if not is_run:
-        write_loads_page(str(run), page, model, settings or (), *what_if, as_json=as_json)
+        write_loads_page(str(run), page, model, settings or (), as_json=as_json)
     elif model or settings:
         raise ConfigurationError(
             f"--model: got {run}, which describes its model, wanted other loads; remove it"
         )
     else:
-        write_run_page([run], page, *what_if, as_json=as_json)
+        write_run_page([run], page, as_json=as_json)
 
 
 def compare_command(
@@ -85,8 +73,6 @@ def compare_command(
             "--loads-only", help="Compare runs without their losses. Needed if they train different things."
         ),
     ] = False,
-    cluster: RankingCluster = None,
-    strategies: RankedStrategies = "",
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses, device loads, speed and moved bytes of runs in a table and an HTML page."""
@@ -96,8 +82,7 @@ def compare_command(
         raise ConfigurationError(
             "compare: got one run, wanted two or more; `megatron-fssdp report RUN_DIR` shows a single one"
         )
-    page = out or runs[0] / "comparison.html"
-    write_run_page(runs, page, cluster, _names(strategies), as_json=as_json, loads_only=loads_only)
+    write_run_page(runs, out or runs[0] / "comparison.html", as_json=as_json, loads_only=loads_only)
 
 
 def simulate_command(
@@ -110,7 +95,14 @@ def simulate_command(
     cluster: Annotated[str, typer.Option(help=_CLUSTER, autocompletion=known_clusters)],
     out: Annotated[Path, typer.Option(help="Folder to write the results to.")],
     model: Annotated[Paths, run_files("the run.", " Default: the recorded run's own settings.")] = None,
-    strategies: Annotated[str, strategy_list("simulate")] = "ep,fssdp",
+    strategies: Annotated[
+        str,
+        typer.Option(
+            help=f"Strategies to simulate, separated by commas, of {SHIPPED_NAMES}, and systems of others: "
+            f"{SYSTEM_NAMES}.",
+            autocompletion=simulated_names,
+        ),
+    ] = "ep,fssdp",
     iterations: Annotated[
         int | None,
         typer.Option(
@@ -125,9 +117,6 @@ def simulate_command(
     ] = None,
     cluster_set: Annotated[Texts, key_values("A value of the cluster.")] = None,
     moe_strategy_set: Annotated[Texts, key_values("A setting for all strategies that have this key.")] = None,
-    break_even: Annotated[
-        bool, typer.Option(help="Find the batch size and bandwidth at which each strategy starts to pay.")
-    ] = True,
     plots: Annotated[bool, typer.Option(help="Write the HTML page.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of generated loads.")] = 0,
 ) -> None:
@@ -143,7 +132,8 @@ def simulate_command(
     from megatron_fssdp.simulation.moe_job import job_of_run
 
     refuse_unwritable(out, "--out")
-    names, models = _names(strategies), model or ranking.recorded_settings(loads)
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    models = model or ranking.recorded_settings(loads)
     if not names:
         raise ConfigurationError(
             "--strategies: got no name; give names separated by commas, such as ep,fssdp"
@@ -165,9 +155,7 @@ def simulate_command(
         )
     with written_whole(out, "--out") as partial:
         refuse_foreign(file, "--out", f"# {header}".encode())
-        report = ranking.ranked_strategies(
-            *(title, record, links, job, chosen), note=note, with_break_even=break_even, console=console
-        )
+        report = ranking.ranked_strategies(title, record, links, job, chosen, note=note, console=console)
         headline, notes = pages.simulation_headline(report), [f"• {note}" for note in report.notes]
         print_lines(console, headline, *report.terminal_tables(), *notes)
         write_report(report, partial)

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fssdp.cli.analysis.strategy_ranking import recorded_settings
-from megatron_fssdp.cli.analysis.what_if import ranked_settings, ranking_of_loads, what_if
 from megatron_fssdp.cli.shared_options import plain_console
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
@@ -17,7 +16,6 @@ from megatron_fssdp.records.run_settings import differing_settings, loss_obstacl
 from megatron_fssdp.report.page import Page
 from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
 from megatron_fssdp.report.simulations.simulation_page import loads_page
-from megatron_fssdp.report.simulations.simulation_report import SimulationReport, ranking_data
 from megatron_fssdp.report.tables import terminal_table
 from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
 from megatron_fssdp.report.trainings.run_page import run_page, settings_table
@@ -30,26 +28,20 @@ def write_loads_page(
     path: Path,
     model: Sequence[Path] | None,
     changes: Sequence[str],
-    cluster: str | None,
-    strategies: Sequence[str],
     *,
     as_json: bool,
 ) -> None:
     """Write the page of loads that no run of this package recorded, and print their figures."""
-    _refuse(path, cluster, strategies)
+    refuse_special_file(path, "--out")
     refuse_unwritable(path, "--out")
     config = load_run(model or recorded_settings(source), changes)
     console, name = plain_console(stderr=as_json), Path(source).resolve().name
-    with console.status("reading" if cluster is None else "simulating"):
+    with console.status("reading"):
         record, note = loads_for_job(source, job_of_run(config))
-        simulated = None
-        if cluster is not None:
-            chosen = ranked_settings(config, strategies)
-            simulated = ranking_of_loads(record, note, name, "", cluster, config, chosen)
-        page = loads_page(name, record.of_whole_iterations(), note, simulated)
+        page = loads_page(name, record.of_whole_iterations(), note)
         page.write(path)
     if as_json:
-        _print_json(page, path, simulated)
+        _print_json(page, path)
     else:
         print_lines(console, page.sentence, note, _where(path))
 
@@ -57,14 +49,12 @@ def write_loads_page(
 def write_run_page(
     paths: Sequence[Path],
     path: Path,
-    cluster: str | None,
-    strategies: Sequence[str],
     *,
     as_json: bool,
     loads_only: bool = False,
 ) -> None:
     """Write the page of one run, or of several that are compared with the first, and print the figures."""
-    _refuse(path, cluster, strategies)
+    refuse_special_file(path, "--out")
     if len({one.resolve() for one in paths}) < len(paths):
         raise ConfigurationError("compare: got the same run twice, wanted different runs; give each one once")
     runs, console = shown_runs(paths), plain_console(stderr=as_json)
@@ -76,9 +66,8 @@ def write_run_page(
             f"compare: the losses of {' and '.join(shown.name for shown in runs)} say nothing of each other, "
             f"because the runs have {obstacle}; add --loads-only to compare everything else"
         )
-    with console.status("reading" if cluster is None else "simulating"):
-        simulated = what_if(runs, cluster, strategies)
-        page = run_page(runs, simulated, with_losses=not loads_only)
+    with console.status("reading"):
+        page = run_page(runs, with_losses=not loads_only)
         page.write(path)
     reason, first = not_comparable(runs), None if loads_only else runs[0].run
     if as_json:
@@ -89,11 +78,10 @@ def write_run_page(
             rows.append({**about, **figures, "problems": shown.run.problems})
         differing = differing_settings(settings)
         more = {"speed_not_comparable": reason or None, "runs": rows, "settings_that_differ": differing}
-        _print_json(page, path, simulated, **more)
+        _print_json(page, path, **more)
         return
     below = ["load: tokens of the busiest device over those of an average one; 1 is even"]
     below += [reason] if reason else []
-    below += [f"simulated, not measured: {simulated.title}"] if simulated is not None else []
     table = settings_table(runs)
     tables = [terminal_table(table, "settings that differ")] if table.rows else []
     tables.append(
@@ -110,18 +98,8 @@ def print_lines(console: Console, *lines: str | Table) -> None:
         console.print(line, soft_wrap=not wraps)
 
 
-def _refuse(path: Path, cluster: str | None, strategies: Sequence[str]) -> None:
-    if strategies and cluster is None:
-        raise ConfigurationError(
-            f"--strategies {','.join(strategies)}: nothing is ranked without --cluster; add it, or remove "
-            "--strategies"
-        )
-    refuse_special_file(path, "--out")
-
-
-def _print_json(page: Page, path: Path, simulated: SimulationReport | None, **more: object) -> None:
-    ranked = None if simulated is None else ranking_data(simulated)
-    data = {"sentence": page.sentence, "page": str(path), **more, "simulation": ranked}
+def _print_json(page: Page, path: Path, **more: object) -> None:
+    data = {"sentence": page.sentence, "page": str(path), **more}
     print(to_json(data, indent=2, inf_nan_mode="null").decode())
 
 

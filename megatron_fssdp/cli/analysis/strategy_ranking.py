@@ -16,19 +16,11 @@ from megatron_fssdp.records.run_settings import SETTINGS_FILE
 from megatron_fssdp.report.simulations.simulated_loads import unknown_loads, with_recorded_choices
 from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.report.units import format_memory
-from megatron_fssdp.simulation.break_even import break_evens
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import balanced_counts, checked_strategy, simulate
 from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 from megatron_fssdp.simulation.workloads import WORKLOADS
 from megatron_fssdp.strategies.ep.ep_settings import EpSettings
-from megatron_fssdp.strategies.layer_plan import LayerPlan
-
-_SAMPLE_ITERATIONS = 6
-"""Number of iterations that the break-even search simulates. It plans them again for each value it tries."""
-
-_HISTORY_ITERATIONS = 16
-"""Number of iterations before the sample, which strategies can use as their history."""
 
 _COLUMNS = (
     "ms of an iteration: mean after the longest warm-up, of the same iterations for all strategies. warm-up: "
@@ -37,10 +29,6 @@ _COLUMNS = (
     "% of force-balanced: the speed in percent of ep's with even loads, which UltraEP reports; above 100 if "
     "replicas also save traffic. host ms: in which a rank plans and posts messages. Not simulated: optimizer "
     "step, data, launches of kernels."
-)
-_BREAK_EVEN = (
-    "pays from, pays up to: the strategy is more than 1 % faster than ep if a rank has at least this many "
-    "tokens, and if a node's network has at most this bandwidth (searched from 1/64 to 64 times its own)."
 )
 
 
@@ -96,7 +84,6 @@ def ranked_strategies(
     settings: Mapping[str, StrategySettings],
     *,
     note: str = "",
-    with_break_even: bool = False,
     console: Console | None = None,
 ) -> SimulationReport:
     """Simulate strategies on the same loads of the job's experts.
@@ -108,26 +95,14 @@ def ranked_strategies(
         job: Sizes and parallelism of the training job.
         settings: Settings of each strategy to simulate, by name.
         note: Sentence about how the loads were adapted to the job.
-        with_break_even: Whether to search the batch size and bandwidth at which strategies start to pay.
         console: Shows the progress.
 
     Raises:
         ConfigurationError: The job does not fit the cluster, or a strategy cannot train it.
     """
     counts_ILDE = record.counts_ILDE
-    first = max(0, len(counts_ILDE) - _SAMPLE_ITERATIONS)
-    past = counts_ILDE[max(0, first - _HISTORY_ITERATIONS) : first]
     rows: list[RankedStrategy] = []
-    console, step = console or Console(quiet=True), ""
-
-    def begin(words: str) -> None:
-        nonlocal step
-        step = words
-        if not console.is_terminal:
-            console.print(words)
-
-    def on_plan(iteration: int, layer: int, plan: LayerPlan) -> None:
-        status.update(f"{step}: iteration {iteration + 1}")
+    console = console or Console(quiet=True)
 
     try:
         job, distinct = with_recorded_choices(job, record, cluster)
@@ -135,20 +110,17 @@ def ranked_strategies(
             checked_strategy(name, given, cluster, job)
         with console.status("simulating") as status:
             for number, (name, given) in enumerate(settings.items(), start=1):
-                begin(f"simulating {name} ({number} of {len(settings)} strategies)")
-                numbers = record.layers.tolist()
-                outcome = simulate(
-                    name, given, counts_ILDE, cluster, job, layer_numbers=numbers, on_plan=on_plan
-                )
-                tokens = bandwidth = None
-                if with_break_even and name not in (BASELINE, "none"):
-                    begin(f"searching where {name} pays")
-                    sample, history = counts_ILDE[first:], past if len(past) else None
-                    loads = (name, given, sample, cluster, job)
-                    tokens, bandwidth = break_evens(*loads, past_ILDE=history, on_plan=on_plan)
+                words = f"simulating {name} ({number} of {len(settings)} strategies)"
+                status.update(words)
+                if not console.is_terminal:
+                    console.print(words)
+                outcome = simulate(name, given, counts_ILDE, cluster, job)
                 changed = given.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
-                words = ", ".join(f"{key} {value}" for key, value in changed.items())
-                rows.append(RankedStrategy(name, outcome, tokens, bandwidth, words))
+                rows.append(
+                    RankedStrategy(
+                        name, outcome, ", ".join(f"{key} {value}" for key, value in changed.items())
+                    )
+                )
         known = (row.outcome for row in rows if row.label == BASELINE)
         plain = next(known, None) or simulate(BASELINE, EpSettings(), counts_ILDE, cluster, job)
         ideal = simulate(BASELINE, EpSettings(), balanced_counts(counts_ILDE), cluster, job)
@@ -157,7 +129,7 @@ def ranked_strategies(
     other = "with settings that are not its defaults"
     notes = [f"{row.label} *: {other}, {row.changed}" for row in rows if row.changed]
     notes += [note] if note else []
-    notes += [_COLUMNS, _BREAK_EVEN] if with_break_even else [_COLUMNS]
+    notes.append(_COLUMNS)
     if "parm" in settings:
         notes.append("parm equals ep here: schedules of tensor-parallel collectives are not simulated.")
     shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}

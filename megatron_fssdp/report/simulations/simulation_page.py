@@ -1,4 +1,4 @@
-"""The pages of a simulation and of loads from elsewhere, and the section that pages of runs also have.
+"""The pages of a simulation and of loads from elsewhere.
 
 Shape letters: I iterations.
 """
@@ -21,12 +21,12 @@ from megatron_fssdp.report.load_sections import DeviceLoads, device_load_section
 from megatron_fssdp.report.page import Page, Section
 from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.units import FLOPS, format_memory, format_seconds, unit_of
-from megatron_fssdp.simulation.break_even import LEAST_GAIN
+from megatron_fssdp.report.units import format_memory, format_seconds
 from megatron_fssdp.simulation.moe_job import MoeJob
-from megatron_fssdp.simulation.roofline import ideal_flops_per_s, roofline_point, semi_ideal_flops_per_s
 
 PAGE_FILE = "simulation.html"
+
+_LEAST_GAIN = 0.01  # the sentence at the top calls a strategy faster from this share on
 
 _IDEAL = "force-balanced"
 _IDEAL_LINE = {"line": {"color": GREY, "dash": "dash", "width": 1.5}, "name": _IDEAL, "showlegend": True}
@@ -39,10 +39,9 @@ def simulation_page(
     labels = [row.label for row in report.ranked]
     colour_of = dict(zip(labels, distinct_colours(labels), strict=True))
     sections = [
-        ranking_section(report),
+        _ranking_section(report),
         _course_section(report, job, colour_of),
         expert_load_section({report.title: loads}),
-        *([_roofline_section(report, cluster, job, colour_of)] if job.num_devices > 1 else []),
         _memory_section(report),
         _assumptions_section(cluster),
     ]
@@ -50,7 +49,7 @@ def simulation_page(
     return Page("simulation", report.title, simulation_headline(report), subjects, sections)
 
 
-def loads_page(name: str, loads: RecordedLoads, note: str, what_if: SimulationReport | None = None) -> Page:
+def loads_page(name: str, loads: RecordedLoads, note: str) -> Page:
     """Return the page of loads that no run of this package recorded.
 
     They have as many devices as the expert-parallel groups of their model. ``note`` says how they were read
@@ -66,7 +65,6 @@ def loads_page(name: str, loads: RecordedLoads, note: str, what_if: SimulationRe
     devices = DeviceLoads(name, colour, loads.iterations, loads.layers.tolist(), load_IL, load_IL)
     notes = [f"{note[0].upper()}{note[1:]}."] if note else []
     sections = [device_load_section([devices], notes), expert_load_section({name: loads})]
-    sections += [what_if_section(what_if)] if what_if is not None else []
     return Page("report", name, f"{sentence}.", [(name, colour, sizes)], sections)
 
 
@@ -81,8 +79,8 @@ def simulation_headline(report: SimulationReport) -> str:
         )
     seconds, plain = report.steady_s(best.outcome), format_seconds(report.plain_s)
     ratio = report.plain_s / seconds
-    if best.outcome is report.plain or ratio <= 1 + LEAST_GAIN:
-        more = f"more than {100 * LEAST_GAIN:.0f} % faster" if ratio > 1 else "faster"
+    if best.outcome is report.plain or ratio <= 1 + _LEAST_GAIN:
+        more = f"more than {100 * _LEAST_GAIN:.0f} % faster" if ratio > 1 else "faster"
         clauses = [f"no simulated strategy is {more} than {BASELINE}, which takes {plain}"]
     else:
         parts_s = report.steady_parts_s(best.outcome)
@@ -102,25 +100,20 @@ def simulation_headline(report: SimulationReport) -> str:
     return f"Simulated: {'; '.join(clauses)}."
 
 
-def ranking_section(report: SimulationReport, title: str = "Ranking", lead: str = "") -> Section:
+def _ranking_section(report: SimulationReport) -> Section:
     """Show the parts of an iteration's time under every strategy, and the ranking."""
     parts_s = {row.label: report.steady_parts_s(row.outcome) for row in report.ranked}
     parts_s[_IDEAL] = {part: float(seconds_I.mean()) for part, seconds_I in report.ideal.parts_s.items()}
     figure = figures.time_bars("simulated time of an iteration", parts_s)
     figure.add_vline(x=report.ideal_s, **_IDEAL_LINE)
     sentence = (
-        f"{lead}Mean time of an iteration after the warm-up, divided into parts, the fastest strategy first. "
+        "Mean time of an iteration after the warm-up, divided into parts, the fastest strategy first. "
         f"Last is the ideal: {_IDEAL}, which is ep with even loads. "
         "It is simulated, not measured: every strategy decides from the loads as in a training, and the "
         "cluster's description gives the time of its decisions."
     )
     notes = [f"{note.rstrip('.')}." for note in report.notes]
-    return Section(title, sentence, [figure, report.table, *notes])
-
-
-def what_if_section(report: SimulationReport) -> Section:
-    """Show the ranking on a page of loads or runs."""
-    return ranking_section(report, "What if: strategies ranked on a cluster", f"Simulated: {report.title}. ")
+    return Section("Ranking", sentence, [figure, report.table, *notes])
 
 
 def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[str, str]) -> Section:
@@ -155,38 +148,6 @@ def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
             "out: until then, a strategy measures, has no past loads, or waits for its first turn."
         )
     return Section("Each iteration", sentence, parts)
-
-
-def _roofline_section(
-    report: SimulationReport, cluster: ClusterDescription, job: MoeJob, colour_of: Mapping[str, str]
-) -> Section:
-    """Show the DDL-Roofline (FasterMoE, §3.3, Fig. 5)."""
-    points = {row.label: roofline_point(row.outcome, job) for row in report.ranked}
-    size, unit = unit_of(cluster.expert_flops_per_s, FLOPS)
-    ratios = [point.ratio for point in points.values()]
-    span = np.geomspace(min(0.1, min(ratios) / 2), max(10.0, max(ratios) * 2), 200)
-    titles = "R_CC: compute / communication (Eq. 3)", f"mean {unit} per device (Eq. 4)"
-    figure = figures.new_figure("", *titles, 460)
-    figure.update_xaxes(type="log", dtick=1)
-    figure.update_yaxes(type="log", dtick="D2")
-    limits = {"ideal (Eq. 5)": ideal_flops_per_s, "semi-ideal (Eq. 6)": semi_ideal_flops_per_s}
-    for (name, limit), dash in zip(limits.items(), DASHES, strict=False):
-        line, y = {"color": GREY, "dash": dash, "width": 2}, limit(span, cluster.expert_flops_per_s / size)
-        figure.add_scatter(x=span, y=y, name=name, mode="lines", line=line, hoverinfo="skip")
-    for i, (name, point) in enumerate(points.items()):
-        figure.add_scatter(
-            x=[point.ratio],
-            y=[point.mean_flops_per_s / size],
-            name=name,
-            mode="markers",
-            marker={"color": colour_of[name], "size": 11, "symbol": i},
-            hovertemplate=f"R_CC %{{x:.2f}}, %{{y:.3g}} {unit}<extra>{name}</extra>",
-        )
-    sentence = (
-        "How close the MoE layers come to the limits of compute and communication (FasterMoE, §3.3). Ideal: "
-        "if communication ran entirely beside compute. Semi-ideal: with even loads, and nothing beside it."
-    )
-    return Section("Roofline of the MoE layers", sentence, [figure])
 
 
 def _memory_section(report: SimulationReport) -> Section:

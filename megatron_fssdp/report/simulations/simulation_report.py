@@ -17,7 +17,6 @@ from rich.table import Table as TerminalTable
 from megatron_fssdp.report.colours import column_name
 from megatron_fssdp.report.tables import Table, terminal_table
 from megatron_fssdp.report.units import format_memory, format_seconds
-from megatron_fssdp.simulation.break_even import BreakEven
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 RANKING_FILE, ITERATIONS_FILE = "ranking.json", "iterations.csv"
@@ -40,8 +39,6 @@ class RankedStrategy:
 
     label: str  # its name
     outcome: StrategyOutcome
-    tokens: BreakEven | None = None  # per rank and iteration, from which it pays; None: not searched
-    bandwidth: BreakEven | None = None  # bytes per second of a node's network, up to which it pays
     changed: str = ""  # settings that are not the strategy's defaults, such as "planner hecate"
 
 
@@ -104,15 +101,8 @@ class SimulationReport:
 
     @property
     def table(self) -> Table:
-        """The ranking, without the columns of a break-even if none was searched."""
-        searched = any(row.tokens is not None or row.bandwidth is not None for row in self.rows)
-        rows = []
-        for row in self.ranked:
-            cells = self._cells(row)
-            if searched:
-                cells["pays from"] = _break_even(row.tokens, "{:,.0f} tokens")
-                cells["pays up to"] = _break_even(row.bandwidth, "{:.3g} Gb/s", 8e-9)
-            rows.append(cells)
+        """The ranking."""
+        rows = [self._cells(row) for row in self.ranked]
         return Table(tuple(rows[0]), tuple(tuple(cells.values()) for cells in rows))
 
     def terminal_tables(self) -> Sequence[TerminalTable]:
@@ -139,14 +129,6 @@ class SimulationReport:
         }
 
 
-def _break_even(found: BreakEven | None, form: str, unit: float = 1.0) -> str:
-    if found is None:
-        return "–"
-    if found.value is None:
-        return "always" if found.pays_now else "never"
-    return form.format(found.value * unit)
-
-
 def ranking_data(report: SimulationReport) -> dict[str, Any]:
     """Return the ranking for JSON."""
     return {
@@ -161,7 +143,6 @@ def ranking_data(report: SimulationReport) -> dict[str, Any]:
 
 def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
     outcome, memory, seconds = row.outcome, row.outcome.memory, report.steady_s(row.outcome)
-    break_even = {"tokens_per_rank": row.tokens, "bandwidth_bytes_per_s": row.bandwidth}
     return {
         "strategy": row.label,
         "changed_settings": row.changed,
@@ -181,10 +162,6 @@ def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
             "activation_bytes_estimated": memory.activation_bytes,
             "capacity_bytes": memory.capacity_bytes,
             "runs_out": memory.runs_out,
-        },
-        **{
-            f"break_even_{key}": one and {"pays_now": one.pays_now, "at": one.value, "factor": one.factor}
-            for key, one in break_even.items()
         },
     }
 

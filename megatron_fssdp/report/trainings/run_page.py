@@ -20,8 +20,6 @@ from megatron_fssdp.report.load_sections import (
     expert_load_section,
 )
 from megatron_fssdp.report.page import Page, Part, Section
-from megatron_fssdp.report.simulations.simulation_page import what_if_section
-from megatron_fssdp.report.simulations.simulation_report import SimulationReport
 from megatron_fssdp.report.tables import Table
 from megatron_fssdp.report.trainings import measures
 from megatron_fssdp.report.trainings.measures import largest_difference, mean_parts_s
@@ -32,9 +30,7 @@ from megatron_fssdp.report.units import format_memory, format_seconds
 _MOST_EXPLAINED = 2  # more runs have only their speed and loads in the sentence at the top
 
 
-def run_page(
-    runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
-) -> Page:
+def run_page(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Page:
     """Return the page of one run, or of several runs to compare with the first."""
     how = "Figures are of the whole run unless stated otherwise. Load: max/mean device load; 1 is even."
     memory = [
@@ -46,7 +42,6 @@ def run_page(
         *([_loss_section(runs)] if with_losses else []),
         _time_section(runs),
         *_load_sections(runs),
-        *([what_if_section(what_if)] if what_if is not None else []),
         Section("All figures", how, [table, *memory]),
     ]
     title = " · ".join(shown.name for shown in runs)
@@ -56,7 +51,7 @@ def run_page(
     return Page(
         "comparison" if len(runs) > 1 else "report",
         title,
-        headline_of(runs, what_if, with_losses=with_losses),
+        headline_of(runs, with_losses=with_losses),
         [(shown.name, shown.colour, _sizes(shown)) for shown in runs],
         sections,
     )
@@ -149,7 +144,10 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
     ]
     if reason := not_comparable(runs):
         sentence = f"{reason[0].upper()}{reason[1:]}."
-        parts.append(f"{sentence} A rank with little work lends its core to a busy one.")
+        simulate = (
+            f"`megatron-fssdp simulate --loads {runs[0].run.path}` says what these loads cost on a cluster"
+        )
+        parts.append(f"{sentence} A rank with little work lends its core to a busy one. {simulate}.")
     parts.append(
         "Waits are measured on the first device of each expert-parallel group, averaged over the groups, and "
         "summed over layers. The other parts are means over the ranks, except for the experts, which are "
@@ -197,9 +195,7 @@ def _load_sections(runs: Sequence[ShownRun]) -> list[Section]:
     ]
 
 
-def headline_of(
-    runs: Sequence[ShownRun], what_if: SimulationReport | None = None, *, with_losses: bool = True
-) -> str:
+def headline_of(runs: Sequence[ShownRun], *, with_losses: bool = True) -> str:
     """Return the result in one sentence."""
     first, reason = runs[0], not_comparable(runs)
     if len(runs) == 1:
@@ -221,14 +217,6 @@ def headline_of(
             differ = f"losses differ by at most {max(known):.1e}"
             clauses.append(differ if max(known) else "losses are exactly equal")
     clauses += [reason] if reason else []
-    if what_if is not None:
-        names = {shown.run.strategy for shown in runs}
-        simulated = [
-            f"{row.label} {what_if.plain_s / what_if.steady_s(row.outcome):.2f} × ep"
-            for row in what_if.ranked
-            if row.label in names and row.outcome is not what_if.plain
-        ]
-        clauses += [f"simulated: {', '.join(simulated)} ({what_if.title})"] if simulated else []
     return "; ".join(clauses) + "."
 
 

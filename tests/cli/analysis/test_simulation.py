@@ -29,7 +29,7 @@ def simulate(out: Path, loads: str, *more: str) -> str:
 
 def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     output = simulate(tmp_path, "W3", "--iterations", "8", *BIG)
-    assert "simulating fssdp (2 of 2 strategies)\nsearching where fssdp pays\n" in output
+    assert "simulating fssdp (2 of 2 strategies)\n" in output
     ranking = json.loads((tmp_path / "ranking.json").read_text())
     rows = {row["strategy"]: row for row in ranking["strategies"]}
     assert list(rows) == ["fssdp", "ep"]
@@ -40,9 +40,6 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert rows["fssdp"]["load_max_over_mean"] < rows["ep"]["load_max_over_mean"]
     assert rows["fssdp"]["memory"]["peak_bytes"] > rows["ep"]["memory"]["expert_bytes"]
     assert 0 < rows["ep"]["percent_of_force_balanced"] <= 100
-    tokens = rows["fssdp"]["break_even_tokens_per_rank"]
-    assert tokens["pays_now"]
-    assert tokens["at"] is None or tokens["at"] < 64 * 128
     assert sum(rows["ep"]["parts_s"].values()) == pytest.approx(rows["ep"]["iteration_s"])
     with (tmp_path / "iterations.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -53,10 +50,8 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert np.mean(seconds[1:]) == pytest.approx(rows["fssdp"]["iteration_s"])
     assert "simulation.html (open it in a browser), tables" in output
     page = PageParts((tmp_path / "simulation.html").read_text())
-    assert page.anchors == [
-        *("ranking", "each-iteration", "expert-load-over-iterations", "roofline-of-the-moe-layers"),
-        *("memory", "what-is-assumed"),
-    ]
+    sections = "ranking", "each-iteration", "expert-load-over-iterations", "memory", "what-is-assumed"
+    assert page.anchors == [*sections]
     assert headline in page.summary
     traces = page.figures["ranking"][0]["data"]
     shown_s = sum(np.array(trace["x"]) for trace in traces)
@@ -72,11 +67,6 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert "intra_node.bandwidth_bytes_per_s" in page.texts["what-is-assumed"]
     assert "1.2e+10" in page.texts["what-is-assumed"]
     assert "Pro-Prophet" in page.texts["what-is-assumed"]  # the source of the cluster's figures
-    figure = page.figures["roofline-of-the-moe-layers"][0]
-    assert [trace["name"] for trace in figure["data"][2:]] == ["fssdp", "ep"]
-    ratio, reached = (np.array([trace[axis] for trace in figure["data"][2:]]) for axis in "xy")
-    ideal = figure["data"][0]
-    assert (reached <= 1.0001 * unpacked(ideal["y"]).max() * np.minimum(1, ratio)).all()
 
 
 def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
@@ -84,7 +74,7 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     writer = LoadsWriter(tmp_path / "run", [1, 2, 3, 4])
     for iteration in range(1, 6):
         writer.append(iteration, rng.multinomial(100, np.arange(1, 9) / 36, size=(4, 4)))
-    arguments = ("--iterations", "4", "--no-plots", "--no-break-even", "--moe-strategy-set", "slots=3")
+    arguments = ("--iterations", "4", "--no-plots", "--moe-strategy-set", "slots=3")
     output = simulate(tmp_path / "out", str(tmp_path / "run"), *arguments)
     assert "loads: tokens scaled by 10.24" in output
     assert "wrote tables to" in output
@@ -126,12 +116,12 @@ def test_loads_that_change_between_micro_batches_are_simulated(tmp_path: Path) -
 )
 def test_jobs_that_do_not_fit_are_refused(tmp_path: Path, changes: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        simulate(tmp_path / "out", "W0", "--no-plots", "--no-break-even", *changes)
+        simulate(tmp_path / "out", "W0", "--no-plots", *changes)
 
 
 def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
     (tmp_path / "batch.yaml").write_text("training: {micro_batch_size: 64, global_batch_size: 256}")
-    more = ("--iterations", "3", "--no-plots", "--no-break-even", "--strategies", "ep")
+    more = ("--iterations", "3", "--no-plots", "--strategies", "ep")
     simulate(tmp_path / "out", "W3", *more, "--model", str(tmp_path / "batch.yaml"))
     ranking = json.loads((tmp_path / "out" / "ranking.json").read_text())
     assert ranking["title"].endswith("gpt_moe_tiny.yaml + batch.yaml")
@@ -141,7 +131,7 @@ def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
 
 def test_the_output_names_settings_that_are_not_defaults(tmp_path: Path) -> None:
     (tmp_path / "alg1.yaml").write_text("strategy: {name: fssdp, settings: {planner: hecate}}")
-    arguments = ("--iterations", "3", "--no-plots", "--no-break-even", "--strategies", "ep,fssdp", *BIG)
+    arguments = ("--iterations", "3", "--no-plots", "--strategies", "ep,fssdp", *BIG)
     printed = simulate(tmp_path / "out", "W3", *arguments, "--model", str(tmp_path / "alg1.yaml"))
     assert "fssdp * " in printed
     assert "ep * " not in printed
