@@ -17,7 +17,7 @@ from megatron_fssdp.cli.configs_command import configs_command
 from megatron_fssdp.cli.data_command import data_build_command
 from megatron_fssdp.cli.doctor_command import doctor_command
 from megatron_fssdp.cli.profile_command import profile_command
-from megatron_fssdp.cli.training_commands import sweep_command, train_command
+from megatron_fssdp.cli.train_command import train_command
 from megatron_fssdp.config.errors import ConfigurationError
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
@@ -38,7 +38,6 @@ data_app.command("build")(data_build_command)
 
 app.command("train", options_metavar="[OPTIONS] [-- MEGATRON ARGUMENTS]")(train_command)
 app.command("check", options_metavar="-- torchrun … SCRIPT.py ARGUMENTS")(check_command)
-app.command("sweep")(sweep_command)
 app.command("profile")(profile_command)
 app.command("doctor")(doctor_command)
 app.add_typer(data_app, name="data")

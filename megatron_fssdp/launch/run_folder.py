@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.run_config import RunConfig
@@ -13,13 +13,8 @@ from megatron_fssdp.config.run.sections import TrainingArguments
 from megatron_fssdp.config.yaml_text import format_yaml
 from megatron_fssdp.files.run_lock import refuse_live
 from megatron_fssdp.files.written_files import cannot_write, refuse_non_folder, written_whole
-from megatron_fssdp.records.metrics_file import read_metrics
 from megatron_fssdp.records.recorded_run import STOP_MARK
 from megatron_fssdp.records.run_settings import RECORDED_RUN_HEADER, flat_settings, run_config_of
-
-RunState = Literal["new", "again", "continue", "finished"]
-"""new: nothing was run. again: the run has no checkpoint to continue from; it is moved aside and started
-again. continue: the last checkpoint is continued from. finished: all iterations are recorded and saved."""
 
 # A checkpoint's optimizer states are valid only with the same values of these keys, and of all of the model.
 _FIXED_KEYS = frozenset(f"training.{key}" for key in ("optimizer", "lr", "min_lr", "bf16", "fp16"))
@@ -70,37 +65,21 @@ class RunFolder:
         if problem:
             raise ConfigurationError(problem)
 
-    def refuse_other(self, config: RunConfig, asked_by: str, *, only_fixed: bool) -> None:
-        """Raise a ConfigurationError if a setting differs from that of the run in the folder.
+    def refuse_other(self, config: RunConfig) -> None:
+        """Raise a ConfigurationError if the run in the folder has another model or optimizer.
 
-        With ``only_fixed``, only the model and the optimizer matter, which checkpoints belong to.
+        Its checkpoints belong to them.
         """
         ours, theirs = (
             flat_settings(run.model_dump(mode="json")) for run in (config, run_config_of(self.path))
         )
-        if config.data.path is None:  # training fills in the folder of the default data
-            theirs.pop("data.path", None)
         for key in {**theirs, **ours}:
             is_fixed = key in _FIXED_KEYS or key.startswith("model.")
-            if (is_fixed or not only_fixed) and ours.get(key) != theirs.get(key):
+            if is_fixed and ours.get(key) != theirs.get(key):
                 raise ConfigurationError(
-                    f"{asked_by}: {key} is {ours.get(key)}, but {self.path} was started with "
+                    f"--resume: {key} is {ours.get(key)}, but {self.path} was started with "
                     f"{theirs.get(key)}; use this value, or start a new run in another folder"
                 )
-
-    def state(self, config: RunConfig) -> RunState:
-        """Return how far the run is; a ConfigurationError if the folder holds one with other settings."""
-        if not self.taken():
-            return "new"
-        if not self.config.exists():
-            return "again"
-        self.refuse_other(config, "--out", only_fixed=False)
-        wanted, saved, recorded = config.training.train_iters, saved_iteration(self.checkpoints) or 0, 0
-        with suppress(ConfigurationError, IndexError):  # damaged records have no iteration
-            recorded = read_metrics(self.path)[-1].iteration
-        if recorded >= wanted and (saved >= wanted or not config.training.save_checkpoints):
-            return "finished"
-        return "continue" if 0 < saved < wanted else "again"
 
     def move_aside(self) -> Path | None:
         """Rename the folder, if it holds a run, and return its new path; a ConfigurationError if it stays."""

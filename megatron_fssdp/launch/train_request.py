@@ -9,7 +9,7 @@ from typing import Any
 from megatron_fssdp.config.loading import load_yaml, parse_override
 from megatron_fssdp.config.run.composition import Composition, Layer, compose, set_layers, words_layer
 from megatron_fssdp.config.run.run_config import RunConfig
-from megatron_fssdp.launch.run_folder import RunFolder, RunState
+from megatron_fssdp.launch.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class TrainRequest:
         """Combine files and options into validated settings. A resumed run keeps its earlier options."""
         return self._files.under(self._options).validated()
 
-    def state(self) -> RunState:
-        """Return how far the run is, from what is in its folder."""
-        return self.folder.state(self.resolve())
-
     def changed_settings(self) -> dict[str, Any]:
         """The settings that options changed in the files, also earlier options of a resumed run."""
         changed = Composition((), tuple(self._options)).data
@@ -54,20 +50,6 @@ class TrainRequest:
         first, *others = (path.stem for path in self.config_paths)
         names = [first, *(name for name in others if name != strategy), strategy]
         return RunFolder(self.out or Path("runs") / "-".join(names))
-
-    def words(self) -> list[str]:
-        """Return the words of the command line that starts this run anew."""
-        words = ["megatron-fssdp", "train", *map(str, self.config_paths)]
-        for flag, values in (
-            ("--moe-strategy", [self.strategy]),
-            ("--moe-strategy-set", self.strategy_overrides),
-            ("--set", self.overrides),
-            ("--nproc", [self.nproc]),
-            ("--iters", [self.iterations]),
-            ("--out", [self.out]),
-        ):
-            words += [word for value in values if value is not None for word in (flag, str(value))]
-        return [*words, *(["--", *self.megatron_words] if self.megatron_words else [])]
 
     @cached_property
     def _options(self) -> list[Layer]:

@@ -120,11 +120,11 @@ def train(request: TrainRequest, console: Console) -> int:
         ConfigurationError: The input is invalid. No rank was started, and no folder was made.
     """
     config, folder, resume = request.resolve(), request.folder, request.resume
-    check_startable(config)
+    _check_startable(config)
     refuse_unwritable(folder.path, "--out")
     folder.check(config.training, resume, request.overwrite)
     if resume:
-        folder.refuse_other(config, "--resume", only_fixed=True)
+        folder.refuse_other(config)
     if (place := unbuilt_folder(config.data, folder.path)) is not None:
         _, planned = planned_data(config, folder.path)
         rank_command(config, planned, folder.path, resume).check(is_here=True)
@@ -149,7 +149,7 @@ def train(request: TrainRequest, console: Console) -> int:
         run_lock.release(folder.path)
 
 
-def check_startable(config: RunConfig) -> None:
+def _check_startable(config: RunConfig) -> None:
     """Raise a ConfigurationError if a run needs several machines, or a package that is not installed."""
     if config.parallelism.num_nodes > 1:
         raise ConfigurationError(

@@ -1,1 +1,1 @@
-"""Pages, tables and traces that show recorded runs, comparisons, sweeps and simulations."""
+"""Pages, tables and traces that show recorded runs, comparisons and simulations."""

@@ -116,11 +116,8 @@ def ranked_strategies(
                     console.print(words)
                 outcome = simulate(name, given, counts_ILDE, cluster, job)
                 changed = given.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
-                rows.append(
-                    RankedStrategy(
-                        name, outcome, ", ".join(f"{key} {value}" for key, value in changed.items())
-                    )
-                )
+                given_keys = ", ".join(f"{key} {value}" for key, value in changed.items())
+                rows.append(RankedStrategy(name, outcome, given_keys))
         known = (row.outcome for row in rows if row.label == BASELINE)
         plain = next(known, None) or simulate(BASELINE, EpSettings(), counts_ILDE, cluster, job)
         ideal = simulate(BASELINE, EpSettings(), balanced_counts(counts_ILDE), cluster, job)

@@ -1,1 +1,1 @@
-"""What pages and tables say about recorded runs: one run, a comparison, a sweep."""
+"""What pages and tables say about recorded runs: one run, or a comparison."""

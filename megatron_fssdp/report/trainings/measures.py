@@ -27,24 +27,6 @@ class Measure(NamedTuple):
     text: str
 
 
-class Spread(NamedTuple):
-    """Median and quartiles of a figure, interpolated linearly."""
-
-    lower_quartile: float
-    median: float
-    upper_quartile: float
-
-    @classmethod
-    def of(cls, values: Any) -> "Spread":
-        """Return the spread of one or more numbers."""
-        return cls(*map(float, np.quantile(values, (0.25, 0.5, 0.75))))
-
-    def text(self, form: str) -> str:
-        """Return the spread as text, with each number in a format such as ``.2f``."""
-        low, median, high = (f"{value:{form}}" for value in self)
-        return f"{median} ({low} to {high})"
-
-
 def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Table:
     """Return all figures of runs side by side. Losses are compared with those of the first run."""
     first = runs[0].run
@@ -78,8 +60,9 @@ def measures_of(run: RecordedRun, first: RecordedRun | None = None) -> Iterator[
         yield Measure("largest_loss_difference", "loss: largest difference", difference, text)
     if run.layers:
         yield from _loads(run)
-    speed = Spread.of(run.arrays["tokens_per_s_I"])
-    yield Measure("tokens_per_s", "tokens/s: median (quartiles)", speed.median, speed.text(",.0f"))
+    low, median, high = speed_of(run)
+    text = f"{median:,.0f} ({low:,.0f} to {high:,.0f})"
+    yield Measure("tokens_per_s", "tokens/s: median (quartiles)", median, text)
     session, flops_I, seconds_I = run.session, run.arrays["flops_I"], run.arrays["iteration_s_I"]
     known_I = (flops_I > 0) & (seconds_I > 0)
     if session is not None and session.devices and known_I.any():
@@ -145,22 +128,10 @@ def peak_memory(run: RecordedRun) -> tuple[int, ...]:
     return next(filter(None, peaks), ())
 
 
-def spread_of(one: ShownRun, key: str) -> Spread | None:
-    """Return the spread of a figure over repeated runs, or None if no run recorded it."""
-    values = repeated_values(one, key)
-    return Spread.of(values) if values else None
-
-
-def repeated_values(one: ShownRun, key: str) -> list[float]:
-    """Return the values of a figure in the repeated runs that recorded it."""
-    found = (measure for run in one.repeats.values() for measure in measures_of(run) if measure.key == key)
-    return [measure.value for measure in found if not np.isnan(measure.value)]
-
-
-def speed_of(one: ShownRun) -> Spread:
-    """Return the spread of tokens/s over a run's iterations, or over the medians of repeated runs."""
-    repeated = spread_of(one, "tokens_per_s") if len(one.repeats) > 1 else None
-    return repeated or Spread.of(one.run.arrays["tokens_per_s_I"])
+def speed_of(run: RecordedRun) -> tuple[float, float, float]:
+    """Return lower quartile, median and upper quartile of a run's tokens/s."""
+    low, median, high = np.quantile(run.arrays["tokens_per_s_I"], (0.25, 0.5, 0.75)).tolist()
+    return low, median, high
 
 
 def largest_difference(first: RecordedRun, second: RecordedRun) -> float | None:

@@ -199,12 +199,11 @@ def headline_of(runs: Sequence[ShownRun], *, with_losses: bool = True) -> str:
     """Return the result in one sentence."""
     first, reason = runs[0], not_comparable(runs)
     if len(runs) == 1:
-        run, speed = first.run, measures.speed_of(first)
+        run, (low, median, high) = first.run, measures.speed_of(first.run)
         clauses = [f"{first.name}: {progress_of(run)}", *_clauses(run)]
         clauses.append(f"loss {run.losses[0]:.4f} → {run.losses[-1]:.4f}")
         if not reason:
-            quartiles = f"{speed.lower_quartile:,.0f} to {speed.upper_quartile:,.0f}"
-            clauses.append(f"median {speed.median:,.0f} tokens/s (quartiles {quartiles})")
+            clauses.append(f"median {median:,.0f} tokens/s (quartiles {low:,.0f} to {high:,.0f})")
         if peaks := measures.peak_memory(run):
             clauses.append(f"peak memory of a rank {format_memory(max(peaks))}")
     else:
@@ -225,11 +224,12 @@ def _against(first: ShownRun, one: ShownRun, most: int | None, *, with_speed: bo
     clauses = _clauses(one.run)[:most]
     if not with_speed:
         return f"{one.name}: {'; '.join(clauses) or progress_of(one.run)}"
-    speed, plain = measures.speed_of(one), measures.speed_of(first)
-    words = f"{one.name} {speed.median / plain.median:.2f} × {first.name}"
+    low, median, high = measures.speed_of(one.run)
+    plain_low, plain_median, plain_high = measures.speed_of(first.run)
+    words = f"{one.name} {median / plain_median:.2f} × {first.name}"
     if 1 in (len(first.run.metrics), len(one.run.metrics)):
         words += " (a single iteration, which also allocates, says little)"
-    elif max(speed.lower_quartile, plain.lower_quartile) <= min(speed.upper_quartile, plain.upper_quartile):
+    elif max(low, plain_low) <= min(high, plain_high):
         words += " (no clear difference: the quartiles overlap)"
     return "; ".join([words, *clauses])
 

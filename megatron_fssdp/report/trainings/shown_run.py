@@ -1,8 +1,8 @@
 """A recorded run on a page: its name, its colour, and how far it is."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fssdp.records.metrics_file import METRICS_FILE
@@ -14,13 +14,11 @@ _STILL_RUNNING_S = 120.0  # a run with a younger record still trains: most itera
 
 @dataclass(frozen=True, eq=False)
 class ShownRun:
-    """A recorded run, or a group of repeated runs, on a page."""
+    """A recorded run on a page."""
 
     name: str
     colour: str  # of its lines and bars, #RRGGBB
-    run: RecordedRun  # of a group, the run that is shown in detail
-    # All runs of a group by seed and repetition, in which alone they differ.
-    repeats: Mapping[tuple[int, int], RecordedRun] = field(default_factory=dict)
+    run: RecordedRun
 
 
 def shown_runs(paths: Sequence[Path]) -> list[ShownRun]:
@@ -33,13 +31,6 @@ def shown_runs(paths: Sequence[Path]) -> list[ShownRun]:
     choices = (strategies, [path.resolve().name for path in paths], [str(path) for path in paths])
     names = next((choice for choice in choices if len(set(choice)) == len(runs)), choices[-1])
     return [ShownRun(*fields) for fields in zip(names, distinct_colours(strategies), runs, strict=True)]
-
-
-def shown_groups(groups: Mapping[str, Mapping[tuple[int, int], RecordedRun]]) -> list[ShownRun]:
-    """Return groups of repeated runs by their names. The lowest repetition and seed is shown in detail."""
-    firsts = [runs[min(runs, key=lambda repeat: repeat[::-1])] for runs in groups.values()]
-    colours = distinct_colours([run.strategy for run in firsts])
-    return [ShownRun(*fields) for fields in zip(groups, colours, firsts, groups.values(), strict=True)]
 
 
 def progress_of(run: RecordedRun) -> str:
@@ -66,7 +57,7 @@ def counted(number: int, noun: str) -> str:
 
 def not_comparable(runs: Sequence[ShownRun]) -> str:
     """Return a clause on why the speed of runs must not be compared. Empty if it may be."""
-    every = [run for shown in runs for run in (shown.run, *shown.repeats.values())]
-    sessions = [record.session for run in every for record in run.metrics if record.session is not None]
+    records = [record for shown in runs for record in shown.run.metrics]
+    sessions = [record.session for record in records if record.session is not None]
     shared = next((session.shared_cores for session in sessions if session.shared_cores), "")
     return f"speed is not comparable here: {shared}" if shared else ""

@@ -1,4 +1,4 @@
-"""``megatron-fssdp train`` and ``sweep``: train one model or many, as YAML files describe them."""
+"""``megatron-fssdp train``: trains a model as YAML files describe it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -78,27 +78,3 @@ def train_command(
         print(printed_command(request))
     else:
         raise typer.Exit(train(request, plain_console()))
-
-
-def sweep_command(
-    sweep: Annotated[Path, typer.Argument(help="YAML file of the sweep.", metavar="SWEEP.yaml")],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of all runs and of the page. Default: in runs/, named after the file."),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print state and command of every run, and start nothing."),
-    ] = False,
-) -> None:
-    """Train strategies × settings × seeds from one YAML, and compare them on one page with their spread.
-
-    The same command continues an interrupted sweep: finished runs are not run again.
-    """
-    from megatron_fssdp.cli.sweep_runs import Sweep
-
-    prepared = Sweep(sweep, out or Path("runs") / sweep.stem, plain_console())
-    if dry_run:
-        print(prepared.listing())
-    else:
-        raise typer.Exit(prepared.run())
