@@ -321,11 +321,7 @@ def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int
     from megatron_fssdp.config.errors import ConfigurationError
     from megatron_fssdp.records.load_sources import MICRO_BATCH_COUNTS
     from megatron_fssdp.records.loads import read_loads
-    from megatron_fssdp.simulation.workloads import (
-        WORKLOADS,
-        WorkloadShape,
-        joined_micro_batches,
-    )
+    from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 
     number = options.micro_batches or MICRO_BATCHES.get(name, 1)
     shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations, number)
@@ -344,9 +340,13 @@ def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int
     if name == "replay":  # a run, or a file that can have any name
         recorded_ILDE = read_loads(path).counts_ILDE if path.is_dir() else np.load(path)["counts_ILDE"]
     else:
-        recorded_IZLDE = joined_micro_batches(np.load(path)[MICRO_BATCH_COUNTS], number)
-        # One micro-batch after the other.
-        recorded_ILDE = recorded_IZLDE.reshape(-1, *recorded_IZLDE.shape[2:])
+        recorded_IZLDE = np.load(path)[MICRO_BATCH_COUNTS]
+        if recorded_IZLDE.shape[1] % number:
+            got = f"a record of {recorded_IZLDE.shape[1]} micro-batches, wanted a multiple of {number}"
+            raise ConfigurationError(f"workload {name}: got {got}; give other --micro-batches")
+        # One micro-batch after the other, neighbours joined.
+        joined = (number * len(recorded_IZLDE), -1, *recorded_IZLDE.shape[2:])
+        recorded_ILDE = recorded_IZLDE.reshape(joined).sum(axis=1)
         one, first = replace(one, num_iterations=number * iterations), number * first
     of_layers = [recorded_ILDE[:, layer % recorded_ILDE.shape[1]] for layer in range(size.num_layers)]
     counts = np.stack([replay(recorded_IDE, one, first) for recorded_IDE in of_layers])

@@ -63,9 +63,9 @@ def _size(name: str) -> str:
     """Return a model's parameters, and those that one token uses; an empty text for files without a model."""
     from megatron_fssdp.config.loading import validate
     from megatron_fssdp.config.run.composition import compose
+    from megatron_fssdp.config.run.parameter_count import count_parameters
     from megatron_fssdp.config.run.sections import DataSettings, ModelArguments
     from megatron_fssdp.report.units import PARAMETERS, in_units
-    from megatron_fssdp.simulation.parameter_count import count_parameters
 
     data = compose([name]).data
     if "hidden_size" not in data.get("model", {}):

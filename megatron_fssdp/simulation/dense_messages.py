@@ -14,7 +14,7 @@ the links inside it. Otherwise each ring leaves a node once.
   behind other passes, so that they count only in the bubble.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
@@ -37,11 +37,6 @@ class DenseMessages:
     shared_experts: bool = False
     # Dense layers before each MoE layer of the stage and behind the last, and how many are recomputed.
     dense_layers: tuple[tuple[int, int], ...] = ()
-
-    def with_tokens(self, factor: float) -> "DenseMessages":
-        """The messages of ``factor`` times as many tokens."""
-        sizes = ("hidden_bytes", "keys_bytes", "scores_flops")
-        return replace(self, **{name: factor * getattr(self, name) for name in sizes})
 
 
 class PassSeconds(NamedTuple):

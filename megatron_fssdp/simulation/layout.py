@@ -4,7 +4,7 @@ Shape letters: L MoE layers, D devices, E experts.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -19,14 +19,14 @@ from megatron_fssdp.planning.replica_life import PipelineStage
 class StageLayers:
     """Transformer layers of each model chunk of a pipeline stage, from 0, in their order.
 
+    ``pipeline`` has the numbers of the chunks' MoE layers.
+
     The first ``recomputed_of_chunk`` layers of a chunk are recomputed in the backward pass, which keeps the
     inputs of each ``recomputed_at_once`` of them.
     """
 
     chunks: tuple[tuple[int, ...], ...]
-    num_stages: int = 1
-    stage: int = 0
-    group_size: int | None = None
+    pipeline: PipelineStage
     recomputed_of_chunk: int = 0
     recomputed_at_once: int = 1
 
@@ -39,12 +39,7 @@ class StageLayers:
     @property
     def is_last(self) -> bool:
         """Whether it has the output layer. The stage 0 has the embedding."""
-        return self.stage == self.num_stages - 1
-
-    def pipeline(self, moe_layers: Sequence[bool]) -> PipelineStage:
-        """The stage with the numbers of its chunks' MoE layers."""
-        counts = tuple(sum(moe_layers[layer] for layer in chunk) for chunk in self.chunks)
-        return PipelineStage(counts, self.num_stages, self.stage, self.group_size)
+        return self.pipeline.stage == self.pipeline.num_stages - 1
 
 
 def stages_of(run: RunConfig, *, as_one: bool = False) -> list[StageLayers]:
@@ -76,10 +71,13 @@ def stages_of(run: RunConfig, *, as_one: bool = False) -> list[StageLayers]:
         # Of each chunk, block recomputes only so many layers, one at a time.
         most, at_once = (num_layers, at_once) if method == "uniform" else (at_once, 1)
     group_size = values.get("microbatch_group_size_per_virtual_pipeline_stage")
-    return [
-        StageLayers(tuple(map(tuple, rows[stage::num_stages])), num_stages, stage, group_size, most, at_once)
-        for stage in range(num_stages)
-    ]
+    stages = []
+    for stage in range(num_stages):
+        chunks = tuple(map(tuple, rows[stage::num_stages]))
+        counts = tuple(sum(run.model.moe_layers[layer] for layer in chunk) for chunk in chunks)
+        pipeline = PipelineStage(counts, num_stages, stage, group_size)
+        stages.append(StageLayers(chunks, pipeline, most, at_once))
+    return stages
 
 
 def _layout_rows(layout: str) -> list[list[int]]:

@@ -3,13 +3,19 @@
 Shape letters: L MoE layers.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run.parameter_count import (
+    count_parameters,
+    dense_matrix_elements,
+    expert_elements,
+    mlp_matrix_elements,
+)
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
@@ -21,12 +27,6 @@ from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, Re
 from megatron_fssdp.planning.transfer.message_size import MessageRule
 from megatron_fssdp.simulation.dense_messages import DenseMessages
 from megatron_fssdp.simulation.layout import StageLayers, stages_of
-from megatron_fssdp.simulation.parameter_count import (
-    count_parameters,
-    dense_matrix_elements,
-    expert_elements,
-    mlp_matrix_elements,
-)
 
 ACTIVATIONS_PER_HIDDEN = 15 / 2
 """Elements that a layer keeps for its backward pass, per element of its hidden states.
@@ -63,7 +63,7 @@ class MoeJob:
     recomputed: frozenset[int] = frozenset()  # MoE layers, from 0, whose transformer layer is recomputed
     recomputed_at_once: int = 1  # layers of which the backward pass keeps only the first one's input
     recomputed_bytes: float = 0.0  # as activation_bytes, of the layers that are recomputed together
-    pipeline: PipelineStage | None = None  # the simulated stage; None: one stage that has all layers
+    pipeline: PipelineStage | None = None  # the simulated stage; None: one that has all layers
     # Ranks that hold parts of each expert (expert tensor parallelism). They count as one device with the
     # tokens of all; token_bytes, expert elements and FLOPs are the part of one rank.
     num_peers: int = 1
@@ -133,21 +133,6 @@ class MoeJob:
         """How long, and of which layers of the stage, a device holds replicas."""
         return HeldReplicas(life, self.stage, self.num_micro_batches)
 
-    def with_tokens(self, factor: float) -> "MoeJob":
-        """The job with ``factor`` times as many tokens on every device, in equally long sequences."""
-        return replace(
-            self,
-            tokens_per_micro_batch=self.tokens_per_micro_batch * factor,
-            before_layer_flops_L=tuple(flops * factor for flops in self.before_layer_flops_L),
-            before_again_flops_L=tuple(flops * factor for flops in self.before_again_flops_L),
-            before_gate_flops_L=tuple(flops * factor for flops in self.before_gate_flops_L),
-            after_layers_flops=self.after_layers_flops * factor,
-            after_again_flops=self.after_again_flops * factor,
-            activation_bytes=self.activation_bytes * factor,
-            recomputed_bytes=self.recomputed_bytes * factor,
-            dense=self.dense.with_tokens(factor),
-        )
-
 
 def job_of_run(run: RunConfig, stage: StageLayers | None = None) -> MoeJob:
     """The job of a training run's settings, or of one of its pipeline stages; by default of all layers.
@@ -186,7 +171,7 @@ def job_of_run(run: RunConfig, stage: StageLayers | None = None) -> MoeJob:
         **_flops_by_layer(model, run.vocab_size, tokens, stage),
         recomputed_at_once=at_once,
         recomputed_bytes=ACTIVATIONS_PER_HIDDEN * hidden_bytes * min(at_once, num_recomputed),
-        pipeline=None if stage.num_stages == 1 else stage.pipeline(model.moe_layers),
+        pipeline=stage.pipeline if stage.pipeline.num_stages > 1 else None,
         num_peers=peers,
         # Layers of multi-token prediction are left out, as in the modelled time.
         dense_elements=-(-_dense_elements(model, run.vocab_size, stage) // cut.tensor_model_parallel_size),
@@ -216,10 +201,10 @@ def _dense_elements(model: ModelArguments, vocab_size: int, stage: StageLayers) 
     output = vocab_size * model.hidden_size
     outside = count_parameters(model, vocab_size).outside_layers
     at_end = output if model.untie_embeddings_and_output_weights else 0
-    if stage.stage == 0:
+    if stage.pipeline.stage == 0:
         elements += outside - at_end
     if stage.is_last:  # Of one matrix for embedding and output, both ends of a pipeline have a copy.
-        elements += output if stage.num_stages > 1 else at_end
+        elements += output if stage.pipeline.num_stages > 1 else at_end
     return elements
 
 
@@ -250,7 +235,7 @@ def _dense_messages(run: RunConfig, stage: StageLayers, tokens: float, dtype_byt
         tensor_size=cut.tensor_model_parallel_size,
         context_size=cut.context_parallel_size,
         stage_ranks=cut.world_size // cut.pipeline_model_parallel_size,
-        num_stages=stage.num_stages,
+        num_stages=stage.pipeline.num_stages,
         hidden_bytes=tokens * model.hidden_size * dtype_bytes,
         keys_bytes=tokens * key_heads * _scores_width(model) * dtype_bytes,
         scores_flops=tokens * _scores_flops(model),

@@ -71,7 +71,6 @@ def replay_strategy(
     *,
     num_micro_batches: int = 1,
     past_ILDE: np.ndarray | None = None,
-    layer_numbers: Sequence[int] | None = None,
     on_plan: OnPlan | None = None,
 ) -> Iterator[ReplayedIteration]:
     """Let a new strategy decide for one iteration after another, starting with Megatron's even owners.
@@ -82,9 +81,8 @@ def replay_strategy(
     ends. ``counts_ILDE`` may have an axis of micro-batches behind that of iterations, ``[I, Z, L, D, E]``.
     Otherwise, every micro-batch has an equal share of its iteration's counts.
 
-    Iterations before the first one, ``past_ILDE``, only fill the history. ``layer_numbers`` are Megatron's,
-    by default 1 to L. ``on_plan`` is called with the iteration, the layer's index and each plan that is
-    executed.
+    Iterations before the first one, ``past_ILDE``, only fill the history. ``on_plan`` is called with the
+    iteration, the layer's index and each plan that is executed.
 
     Raises:
         ValueError: There are other micro-batches than ``num_micro_batches``.
@@ -93,7 +91,7 @@ def replay_strategy(
     _, num_counted, num_layers, num_devices, num_experts = counts_IZLDE.shape
     times = num_micro_batches // num_counted
     owners = OwnerMap.even(num_layers, num_experts, num_devices)
-    numbers = layer_numbers or range(1, num_layers + 1)
+    numbers = range(1, num_layers + 1)
     contexts = [
         LayerContext(number, owner_E, topology)
         for number, owner_E in zip(numbers, owners.device_LE, strict=True)

@@ -134,7 +134,6 @@ def simulate(
     job: MoeJob,
     *,
     past_ILDE: np.ndarray | None = None,
-    layer_numbers: Sequence[int] | None = None,
     on_plan: OnPlan | None = None,
     planned_for: ClusterDescription | None = None,
 ) -> StrategyOutcome:
@@ -179,7 +178,6 @@ def simulate(
         *(strategy, counts_ILDE, topology, profile),
         num_micro_batches=job.num_micro_batches,
         past_ILDE=past_ILDE,
-        layer_numbers=layer_numbers,
         on_plan=on_plan,
     )
     iterations = [prices.iteration(decided) for decided in replayed]

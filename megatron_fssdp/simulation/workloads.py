@@ -233,22 +233,6 @@ def generated_loads(name: str, job: MoeJob, num_iterations: int, seed: int = 0) 
     return counts_IZLDE if counts_IZLDE.shape[1] > 1 else counts_IZLDE[:, 0]
 
 
-def joined_micro_batches(counts_IZLDE: np.ndarray, num_micro_batches: int) -> np.ndarray:
-    """The counts of fewer, longer micro-batches, ``[I, num_micro_batches, L, D, E]``.
-
-    Raises:
-        ConfigurationError: Neighbours cannot be joined to so many.
-    """
-    recorded = counts_IZLDE.shape[1]
-    if recorded % num_micro_batches:
-        raise ConfigurationError(
-            f"--loads: got a record of {recorded} micro-batches for {num_micro_batches}; the latter must "
-            "divide the former, so change the batch size"
-        )
-    shape = (len(counts_IZLDE), num_micro_batches, -1, *counts_IZLDE.shape[2:])
-    return counts_IZLDE.reshape(shape).sum(axis=2)
-
-
 def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, float]:
     """Adapt recorded loads, integers ``[I, L, sources, E]``, to a job with other devices or tokens.
 
@@ -262,7 +246,14 @@ def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, floa
             micro-batches.
     """
     if counts_ILDE.ndim == 5:
-        counts_ILDE = joined_micro_batches(counts_ILDE, job.num_micro_batches)
+        recorded, wanted = counts_ILDE.shape[1], job.num_micro_batches
+        if recorded % wanted:
+            raise ConfigurationError(
+                f"--loads: got a record of {recorded} micro-batches for {wanted}; the latter must divide the "
+                "former, so change the batch size"
+            )
+        by_job = counts_ILDE.reshape(len(counts_ILDE), wanted, -1, *counts_ILDE.shape[2:])
+        counts_ILDE = by_job.sum(axis=2)
     num_iterations, *micro_batches, num_layers, num_sources, num_experts = counts_ILDE.shape
     if (num_layers, num_experts) != (job.num_layers, job.num_experts) or not num_iterations:
         raise ConfigurationError(
@@ -286,9 +277,4 @@ def fitted_loads(counts_ILDE: np.ndarray, job: MoeJob) -> tuple[np.ndarray, floa
     factor = job.pairs_per_device / mean
     if abs(factor - 1) < 1e-3:
         return counts_ILDE.astype(np.int32, copy=False), 1.0
-    return scaled_loads(counts_ILDE, factor), factor
-
-
-def scaled_loads(counts_ILDE: np.ndarray, factor: float) -> np.ndarray:
-    """Counts multiplied by ``factor`` and rounded: int32 of the same shape."""
-    return np.rint(counts_ILDE * factor).astype(np.int32)
+    return np.rint(counts_ILDE * factor).astype(np.int32), factor

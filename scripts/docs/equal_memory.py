@@ -69,8 +69,8 @@ class Compared:
         return self.best_s / self.ours_s
 
 
-def run_of(model: str) -> RunConfig:
-    """A run of a model on one device; only the sizes of its layers are used."""
+def run_of(model: str, sequences: int = 1) -> RunConfig:
+    """A run of a model on one device with so many sequences; only the sizes of its layers are used."""
     parts = (f"models/{model}", "parallelism/h200", "training/measure")
     one = (
         "parallelism.num_nodes=1",
@@ -79,7 +79,7 @@ def run_of(model: str) -> RunConfig:
     )
     return load_run(
         [Path(part) for part in parts],
-        (*one, "training.micro_batch_size=1", "training.global_batch_size=1"),
+        (*one, f"training.micro_batch_size={sequences}", f"training.global_batch_size={sequences}"),
     )
 
 
@@ -90,7 +90,7 @@ def layer_job(model: str, cluster: str, *, with_host: bool = False) -> MoeJob:
     num_devices, per_node = load_cluster(cluster).num_devices, load_cluster(cluster).devices_per_node
     while run.model.num_experts % num_devices or (num_devices > per_node and num_devices % per_node):
         num_devices -= 1
-    job = job_of_run(run).with_tokens(max(1, -(-LEAST_TOKENS // run.model.seq_length)))
+    job = job_of_run(run_of(model, -(-LEAST_TOKENS // run.model.seq_length)))
     return replace(
         job,
         num_devices=num_devices,
@@ -98,7 +98,7 @@ def layer_job(model: str, cluster: str, *, with_host: bool = False) -> MoeJob:
         before_layer_flops_L=(0.0,),
         before_gate_flops_L=job.before_gate_flops_L[-1:],
         after_layers_flops=0.0,
-        reduces_dense_at_end=False,
+        reduces_at_end=False,
         host=job.host if with_host else None,
     )
 

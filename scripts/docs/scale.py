@@ -77,7 +77,7 @@ def stage_of(model: str, num_gpus: int) -> tuple[MoeJob, int]:
     batch = ("training.micro_batch_size=1", "training.global_batch_size=32")
     parts = (f"models/{file}", "parallelism/h200", "training/measure")
     run = load_run([Path(part) for part in parts], batch)
-    job = job_of_run(run).with_tokens(TOKENS / run.model.seq_length)
+    job, share = job_of_run(run), TOKENS / run.model.seq_length
     stages = min(most_stages, num_gpus // NODE_GPUS)
     num_layers, of_stage = -(-job.num_layers // stages), num_gpus // stages
     group = min(of_stage, job.num_experts)
@@ -85,12 +85,14 @@ def stage_of(model: str, num_gpus: int) -> tuple[MoeJob, int]:
         job,
         num_devices=group,
         num_micro_batches=num_micro_batches,
+        tokens_per_micro_batch=share * job.tokens_per_micro_batch,
         before_layer_flops_L=(0.0,) * num_layers,
-        before_gate_flops_L=job.before_gate_flops_L[-num_layers:],
+        before_gate_flops_L=tuple(share * flops for flops in job.before_gate_flops_L[-num_layers:]),
         after_layers_flops=0.0,
         dense_elements=job.dense_elements // stages,
         expert_data_parallel_size=of_stage // group,
         data_parallel_size=of_stage,
+        activation_bytes=share * job.activation_bytes,
         # As many micro-batches are in flight as there are stages; a job keeps activations of one.
         activation_bytes_per_pair=job.activation_bytes_per_pair * stages,
     )

@@ -7,10 +7,10 @@ import pytest
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.run.composition import compose, load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
+from megatron_fssdp.config.run.parameter_count import ParameterCount, count_parameters
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.launch.run_data import data_arguments
-from megatron_fssdp.simulation.parameter_count import ParameterCount, count_parameters
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -84,9 +84,10 @@ def simulated_stage(
         if layers:
             job, loads = job_of_run(run, stage), record.of_layers((is_moe_L.cumsum()[layers] - 1).tolist())
             mean = np.rint(loads.counts_ILDE.mean(axis=0, keepdims=True)).astype(np.int32)
-            found[stage.stage] = job, loads
+            number = stage.pipeline.stage
+            found[number] = job, loads
             if asked is None:
-                seconds[stage.stage] = simulate(
+                seconds[number] = simulate(
                     BASELINE, STRATEGIES[BASELINE].settings(), mean, cluster, job
                 ).mean_s
     if asked is not None and asked not in found:

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
+from megatron_fssdp.config.run.parameter_count import count_parameters
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.launch.run_data import data_arguments
-from megatron_fssdp.simulation.parameter_count import count_parameters
 from tests.support.training_preload import run_megatron_ranks
 
 CONFIGS = Path(__file__).parents[3] / "configs"
