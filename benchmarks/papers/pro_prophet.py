@@ -18,7 +18,7 @@ from benchmarks.papers.claims import claims
 from benchmarks.papers.pro_prophet_equations import Bandwidth, mean_difference
 from benchmarks.papers.setting import PROFILED, Model, Setting
 from benchmarks.papers.systems import TOP_EXPERTS
-from megatron_fssdp.records.metrics import balance_ratio
+from megatron_fssdp.planning.loads import balance_ratio
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
 SHAPES = {  # Table III: layers, embedding; hidden is twice the embedding

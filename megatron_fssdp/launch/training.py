@@ -22,8 +22,7 @@ from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason
 from megatron_fssdp.launch.run_data import build_with_progress, planned_data, read_data, unbuilt_folder
 from megatron_fssdp.launch.run_folder import RunFolder, saved_iteration
 from megatron_fssdp.launch.train_request import TrainRequest
-from megatron_fssdp.records.metrics import IterationMetrics
-from megatron_fssdp.records.metrics_file import MetricsTail
+from megatron_fssdp.records.metrics import IterationMetrics, last_metrics
 
 INTERRUPTIONS = {130: "Ctrl-C", 143: "SIGTERM"}
 """What interrupted a run, by the exit code of the command."""
@@ -42,14 +41,16 @@ class TrainingProgress:
     def __init__(
         self, metrics: Path, iterations: int, nproc: int, console: Console, *, saves: bool = False
     ) -> None:
-        self._tail = MetricsTail(metrics, from_end=True)
+        self._metrics = metrics
+        self.last: IterationMetrics | None = None  # the newest record of this start
+        before = last_metrics(metrics)  # of a run that is resumed
+        self._seen = before and (before.iteration, before.iteration_s)
         self._iterations, self._saves = iterations, saves
         self._console, self._start = console, f"starting {nproc} ranks"
         self._status = console.status(self._start)  # does nothing where there is no terminal
         self._durations_s: deque[float] = deque(maxlen=_RECENT)
         self._printed_s = 0.0
         self._printed: IterationMetrics | None = None
-        self.last: IterationMetrics | None = None  # the newest record
 
     @property
     def reached(self) -> int:
@@ -69,9 +70,10 @@ class TrainingProgress:
 
     def update(self) -> None:
         """Show the newest iteration, if there is a new one."""
-        if records := self._tail.read():
-            self.last = records[-1]
-            self._durations_s.extend(record.iteration_s for record in records)
+        record = last_metrics(self._metrics)
+        if record is not None and self._seen != (record.iteration, record.iteration_s):
+            self.last, self._seen = record, (record.iteration, record.iteration_s)
+            self._durations_s.append(record.iteration_s)
             self._status.update(Text(self._text(self.last), no_wrap=True, overflow="ellipsis"))
             is_due = time.monotonic() - self._printed_s >= _PLAIN_INTERVAL_S
             if not self._console.is_terminal and (is_due or self.last.iteration >= self._iterations):

@@ -212,3 +212,14 @@ def has_jumped(load_E: np.ndarray, before_E: np.ndarray) -> bool:
     # Expected distance of two samples of the same distribution, with counts assumed to be independent.
     chance = np.sqrt(share_E * (1 / total + 1 / total_before) * 2 / np.pi).sum() / 2
     return bool(1 - similarity > JUMP + 2 * chance)
+
+
+def balance_ratio(before_D: np.ndarray, after_D: np.ndarray) -> float | None:
+    """Ratio RB of Pro-Prophet (§VI): spread of device loads ``[D]`` before over after balancing.
+
+    The spread is the standard deviation. ``None`` means exactly even after, 1 even before and after.
+    """
+    before, after = float(np.std(before_D)), float(np.std(after_D))
+    if after == 0.0:
+        return 1.0 if before == 0.0 else None
+    return before / after

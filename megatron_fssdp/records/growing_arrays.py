@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files.written_files import cannot_write, written_file
-from megatron_fssdp.records.metrics_file import unreadable
+from megatron_fssdp.records.metrics import unreadable
 
 _ITERATIONS, _LAYERS = "iterations", "layers"
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_fssdp.records.growing_arrays import GrowingArrays, read_arrays
-from megatron_fssdp.records.metrics_file import unreadable
+from megatron_fssdp.records.metrics import unreadable
 
 PLACEMENTS_FILE = "placements.npy"
 

@@ -23,8 +23,15 @@ from megatron_fssdp.records.loads import (
     read_loads,
     read_micro_batch_loads,
 )
-from megatron_fssdp.records.metrics import Evaluation, IterationMetrics, LayerMetrics, PassMetrics, RunSession
-from megatron_fssdp.records.metrics_file import read_evaluations, read_metrics
+from megatron_fssdp.records.metrics import (
+    Evaluation,
+    IterationMetrics,
+    LayerMetrics,
+    PassMetrics,
+    RunSession,
+    read_evaluations,
+    read_metrics,
+)
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, RecordedPlacements, read_placements
 from megatron_fssdp.records.run_settings import SETTINGS_FILE, flat_settings
 

@@ -11,8 +11,7 @@ import pytest
 
 from megatron_fssdp.megatron_adapter.entry.launcher import launch
 from megatron_fssdp.records.loads import LoadsWriter
-from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
-from megatron_fssdp.records.metrics_file import MetricsWriter
+from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, MetricsWriter
 
 from ..full_disk import room_for
 from ..launch.tiny_run import fake_data

@@ -6,8 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.arrays import frozen_array
-from megatron_fssdp.planning.loads import LoadHistory, has_jumped, load_similarity, max_over_mean
-from megatron_fssdp.records.metrics import balance_ratio
+from megatron_fssdp.planning.loads import (
+    LoadHistory,
+    balance_ratio,
+    has_jumped,
+    load_similarity,
+    max_over_mean,
+)
 
 
 def test_load_statistics_equal_those_worked_out_by_hand() -> None:

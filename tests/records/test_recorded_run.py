@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_fssdp import records
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
-from megatron_fssdp.records.metrics_file import MetricsWriter
+from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, MetricsWriter
 from megatron_fssdp.records.run_settings import (
     RECORDED_RUN_HEADER,
     differing_settings,

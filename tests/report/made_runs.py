@@ -6,8 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter
-from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
-from megatron_fssdp.records.metrics_file import MetricsWriter
+from megatron_fssdp.records.metrics import (
+    IterationMetrics,
+    LayerMetrics,
+    MetricsWriter,
+    PassMetrics,
+    RunSession,
+)
 from megatron_fssdp.records.placements import PlacementsWriter
 
 

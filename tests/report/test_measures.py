@@ -6,8 +6,14 @@ import plotly.graph_objects as go
 import pytest
 
 from megatron_fssdp.records import RecordedRun, load
-from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, PassMetrics, RunSession
-from megatron_fssdp.records.metrics_file import METRICS_FILE, MetricsWriter
+from megatron_fssdp.records.metrics import (
+    METRICS_FILE,
+    IterationMetrics,
+    LayerMetrics,
+    MetricsWriter,
+    PassMetrics,
+    RunSession,
+)
 from megatron_fssdp.records.recorded_run import STOP_MARK
 from megatron_fssdp.report.trainings.measures import comparison_table, mean_parts_s, measures_of, time_parts
 from megatron_fssdp.report.trainings.run_page import headline_of, run_page

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
-from megatron_fssdp.records.metrics import Evaluation, IterationMetrics, SeenGain, SelectionMetrics
-from megatron_fssdp.records.metrics_file import MetricsWriter, append_evaluation, read_metrics
+from megatron_fssdp.records.metrics import (
+    Evaluation,
+    IterationMetrics,
+    MetricsWriter,
+    SeenGain,
+    SelectionMetrics,
+    append_evaluation,
+    read_metrics,
+)
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.report.trainings.run_page import run_page
 from megatron_fssdp.report.trainings.shown_run import shown_runs

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 
 from .two_nodes import NODE, RUN, UNFINISHED, TwoNodes
 

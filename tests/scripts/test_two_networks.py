@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.records.loads import read_loads
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 
 from .two_nodes import ROOT, TwoNodes
 

@@ -43,7 +43,7 @@ def report_command(
     """Write an HTML page with the losses, loads, times, placements and memory of a run, or with loads."""
     from megatron_fssdp.cli.analysis.page_files import write_loads_page, write_run_page
     from megatron_fssdp.records.load_sources import sources_in
-    from megatron_fssdp.records.metrics_file import METRICS_FILE
+    from megatron_fssdp.records.metrics import METRICS_FILE
 
     is_run = run.name == METRICS_FILE or (run / METRICS_FILE).exists() or not sources_in(run)
     folder = run.parent if is_run and run.is_file() else run

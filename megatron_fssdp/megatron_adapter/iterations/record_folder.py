@@ -18,7 +18,7 @@ from megatron_fssdp.config.run.run_config import HOMES, SECTIONS, RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.files import run_lock
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel, HostSettings
-from megatron_fssdp.records.metrics_file import METRICS_FILE
+from megatron_fssdp.records.metrics import METRICS_FILE
 from megatron_fssdp.records.run_settings import SETTINGS_FILE, write_recorded_settings
 
 logger = logging.getLogger(__name__)

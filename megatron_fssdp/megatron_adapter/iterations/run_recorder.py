@@ -19,18 +19,17 @@ from megatron.core import parallel_state
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.iterations.stage_records import RankRecord, by_stage, gathered
-from megatron_fssdp.planning.loads import load_similarity, max_over_mean
+from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.records.loads import MICRO_BATCH_LOADS_FILE, LoadsWriter, MicroBatchLoadsWriter
 from megatron_fssdp.records.metrics import (
     IterationMetrics,
     LayerMetrics,
+    MetricsWriter,
     PassMetrics,
     RunSession,
     SeenGain,
     SelectionMetrics,
-    balance_ratio,
 )
-from megatron_fssdp.records.metrics_file import MetricsWriter
 from megatron_fssdp.records.placements import PlacementsWriter
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad

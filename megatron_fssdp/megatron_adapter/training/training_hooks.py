@@ -14,8 +14,7 @@ from megatron_fssdp.megatron_adapter.iterations.attachment import current
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 from megatron_fssdp.megatron_adapter.training.stopped_training import report_non_finite, reporting_stop
 from megatron_fssdp.megatron_adapter.wrapping import wrap
-from megatron_fssdp.records.metrics import Evaluation
-from megatron_fssdp.records.metrics_file import append_evaluation
+from megatron_fssdp.records.metrics import Evaluation, append_evaluation
 
 
 def wrap_training(training: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fssdp.records.metrics_file import METRICS_FILE
+from megatron_fssdp.records.metrics import METRICS_FILE
 from megatron_fssdp.records.recorded_run import RecordedRun, load
 from megatron_fssdp.report.colours import distinct_colours
 

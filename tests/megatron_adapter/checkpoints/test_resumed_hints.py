@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 

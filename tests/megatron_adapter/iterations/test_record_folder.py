@@ -15,7 +15,7 @@ from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.launch.run_data import data_arguments
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.iterations.record_folder import record_folder, run_config_of
-from megatron_fssdp.records.metrics_file import METRICS_FILE
+from megatron_fssdp.records.metrics import METRICS_FILE
 from megatron_fssdp.records.run_settings import write_recorded_settings
 from megatron_fssdp.simulation.moe_job import job_of_run
 

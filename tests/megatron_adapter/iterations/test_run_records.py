@@ -11,8 +11,7 @@ import pytest
 
 from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
-from megatron_fssdp.records.metrics import IterationMetrics, RunSession
-from megatron_fssdp.records.metrics_file import read_evaluations, read_metrics
+from megatron_fssdp.records.metrics import IterationMetrics, RunSession, read_evaluations, read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.records.recorded_run import load
 from megatron_fssdp.records.run_settings import run_config_of

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_fssdp.records.loads import read_loads
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.testing.parallel_state import run_megatron_ranks
 

@@ -16,7 +16,7 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import (
 )
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.loads import read_loads
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 from tests.support.training_preload import run_megatron_ranks
 
 from ..layer.small_config import moe_config

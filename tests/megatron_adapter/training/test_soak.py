@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 from megatron_fssdp.testing.ranks import RankError
 
 from ..training_run import before_iterations, note, train

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_fssdp.records.metrics import IterationMetrics
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import IterationMetrics, read_metrics
 
 from ...training_run import GPT, HALF, Model, TrainingRun, assert_close, flags, rows, train
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 
 from ...training_run import assert_close, note, rows, slow, train, wrap
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 
 from ...training_run import HALF, assert_close, train_on_all_ranks
 from .comparison import Layout, layouts, trained

@@ -14,7 +14,7 @@ import pytest
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.records.metrics_file import read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy

@@ -8,11 +8,13 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files.json_records import parse_record
-from megatron_fssdp.records.metrics import Evaluation, IterationMetrics, LayerMetrics
-from megatron_fssdp.records.metrics_file import (
-    MetricsTail,
+from megatron_fssdp.records.metrics import (
+    Evaluation,
+    IterationMetrics,
+    LayerMetrics,
     MetricsWriter,
     append_evaluation,
+    last_metrics,
     read_evaluations,
     read_metrics,
 )
@@ -85,19 +87,22 @@ def test_a_full_disk_costs_only_the_line_that_does_not_fit(tmp_path: Path) -> No
     assert read_metrics(tmp_path) == [record(1), record(2)]
 
 
-def test_a_resumed_run_leaves_one_line_for_each_iteration_and_tails_see_the_new_ones(tmp_path: Path) -> None:
+def test_a_resumed_run_leaves_one_line_for_each_iteration_and_the_last_one_is_seen(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for iteration in range(1, 6):
         writer.append(record(iteration))
-    tails = [MetricsTail(tmp_path / "metrics.jsonl", from_end=from_end) for from_end in (True, False)]
-    assert [len(tail.read()) for tail in tails] == [0, 5]
+    path = tmp_path / "metrics.jsonl"
+    assert last_metrics(path) == record(5)
     writer = MetricsWriter(tmp_path)
     writer.append(replace(record(5), lm_loss=0.5))  # as long as the line that it replaces
-    assert [tail.read()[-1].lm_loss for tail in tails] == [0.5, 0.5]
+    assert last_metrics(path) == replace(record(5), lm_loss=0.5)
     writer.append(record(6))
-    assert [[one.iteration for one in tail.read()] for tail in tails] == [[6], [6]]
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    lines = path.read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    with path.open("a") as file:
+        file.write('{"iteration": 7, "lm_')  # is being written
+    assert last_metrics(path) == record(6)
+    assert last_metrics(tmp_path / "none.jsonl") is None
 
 
 def test_a_resumed_run_replaces_the_evaluations_that_it_repeats(tmp_path: Path) -> None:
