@@ -22,7 +22,7 @@ if not __package__:  # run as a file
 
 from benchmarks.papers import results
 from benchmarks.papers.claims import NEAR, PAPERS, SKEWS, answered, of_paper
-from megatron_fssdp.report.tables import Table, terminal_table
+from megatron_fssdp.report.page import Table, terminal_table
 
 SHOWN = ("where", "claim", "published", "simulated", "ratio", "padded", "padded ratio", "holds")
 PROSE = frozenset({"claim", "holds", "why"})

@@ -62,7 +62,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             *("config", "files", "planning", "strategies", "simulation", "records", "report"),
             *("data", "megatron_adapter", "launch"),
         },
-        {"torch", "typer", "rich", "pydantic", "pydantic_core"},
+        {"numpy", "torch", "typer", "rich", "pydantic", "pydantic_core"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
@@ -97,7 +97,6 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "clocks": {"", "slots"},
         "layers": {"", "experts", "slots", "clocks"},
     },
-    "report": {"": set(), "simulations": {""}, "trainings": {"", "simulations"}},
     "megatron_adapter": {
         "": set(),
         "experts": {""},

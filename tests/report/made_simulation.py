@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
+from megatron_fssdp.cli.analysis.simulated_loads import loads_for_job
 from megatron_fssdp.cli.analysis.strategy_ranking import described_cluster, ranked_strategies, settings_of
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.report.page import Page
-from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
-from megatron_fssdp.report.simulations.simulation_page import simulation_page
-from megatron_fssdp.report.simulations.simulation_report import SimulationReport
+from megatron_fssdp.report.simulation_page import simulation_page
+from megatron_fssdp.report.simulation_report import SimulationReport
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 
 STRATEGIES = ("ep", "fssdp", "prophet", "fastermoe", "quota")

@@ -15,9 +15,15 @@ from megatron_fssdp.records.metrics import (
     RunSession,
 )
 from megatron_fssdp.records.recorded_run import STOP_MARK
-from megatron_fssdp.report.trainings.measures import comparison_table, mean_parts_s, measures_of, time_parts
-from megatron_fssdp.report.trainings.run_page import headline_of, run_page
-from megatron_fssdp.report.trainings.shown_run import progress_of, shown_runs
+from megatron_fssdp.report.measures import (
+    comparison_table,
+    mean_parts_s,
+    measures_of,
+    progress_of,
+    shown_runs,
+    time_parts,
+)
+from megatron_fssdp.report.run_page import headline_of, run_page
 
 from .made_runs import write_made_run
 

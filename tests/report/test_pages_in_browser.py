@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.records.metrics import RunSession
+from megatron_fssdp.report.measures import shown_runs
 from megatron_fssdp.report.page import Page
-from megatron_fssdp.report.trainings.run_page import run_page
-from megatron_fssdp.report.trainings.shown_run import shown_runs
+from megatron_fssdp.report.run_page import run_page
 
 from ..browser import WIDTHS, Browser, needs_browser
 from .made_runs import write_made_run

@@ -16,8 +16,8 @@ from megatron_fssdp.records.metrics import (
     read_metrics,
 )
 from megatron_fssdp.records.placements import read_placements
-from megatron_fssdp.report.trainings.run_page import run_page
-from megatron_fssdp.report.trainings.shown_run import shown_runs
+from megatron_fssdp.report.measures import shown_runs
+from megatron_fssdp.report.run_page import run_page
 
 from .made_runs import write_made_run
 from .page_parts import PageParts, unpacked
@@ -99,19 +99,16 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert "fssdp: experts moved to new owners 1 time." in page.texts[REPLICAS]
 
 
-def test_validation_losses_stops_and_traces_are_shown(tmp_path: Path) -> None:
+def test_validation_losses_and_stops_are_shown(tmp_path: Path) -> None:
     folder = write_made_run(tmp_path / "x")
     for iteration, data in ((2, "validation"), (4, "validation"), (4, "test")):
         append_evaluation(folder, Evaluation(iteration, data, {"lm loss": 5.0 + iteration}))
-    (folder / "torch_profile").mkdir()
-    (folder / "torch_profile" / "rank-3.json.gz").touch()
     with (folder / "log.txt").open("a") as log:
         log.write("[fssdp] stopped after iteration 3: rank 1: killed by SIGKILL\n")
     page = page_of(folder)
     shown = {trace["name"]: (trace["x"], trace["y"]) for trace in page.figures[LOSS][0]["data"][1:]}
     assert shown == {"fssdp, validation": ([2, 4], [7.0, 9.0]), "fssdp, test": ([4], [9.0])}
     assert "stopped after iteration 3: rank 1: killed by SIGKILL" in page.texts["interruptions"]
-    assert "rank-3.json.gz" in page.texts[TIME]
     assert "9.0000 (4)" in page.texts[FIGURES]
 
 

@@ -5,10 +5,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fssdp.report.simulations.simulation_page import simulation_headline
-from megatron_fssdp.report.tables import terminal_table
-from megatron_fssdp.report.trainings.measures import comparison_table
-from megatron_fssdp.report.trainings.shown_run import shown_runs
+from megatron_fssdp.report.measures import comparison_table, shown_runs
+from megatron_fssdp.report.page import terminal_table
+from megatron_fssdp.report.simulation_page import simulation_headline
 
 from ..simulation.small_jobs import ranking
 from .made_runs import write_made_run

@@ -7,7 +7,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.report.simulations.simulation_report import SimulationReport
+from megatron_fssdp.report.simulation_report import SimulationReport
 from megatron_fssdp.simulation.moe_job import MoeJob
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fssdp.cli.analysis.simulated_loads import simulated_stage
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.report.simulations.simulated_loads import simulated_stage
 from megatron_fssdp.simulation.layout import cluster_of_devices, stages_of
 from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
 from megatron_fssdp.simulation.simulator import simulate

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_fssdp.report.simulations.simulation_report import ranking_data
+from megatron_fssdp.report.simulation_report import ranking_data
 from megatron_fssdp.simulation.replay import warm_up_iterations
 from megatron_fssdp.strategies.registry import build_strategy
 

@@ -67,12 +67,6 @@ def compare_command(
         Path | None,
         typer.Option(help="HTML file to write. Default: comparison.html in the first run's folder."),
     ] = None,
-    loads_only: Annotated[
-        bool,
-        typer.Option(
-            "--loads-only", help="Compare runs without their losses. Needed if they train different things."
-        ),
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses, device loads, speed and moved bytes of runs in a table and an HTML page."""
@@ -82,7 +76,7 @@ def compare_command(
         raise ConfigurationError(
             "compare: got one run, wanted two or more; `megatron-fssdp report RUN_DIR` shows a single one"
         )
-    write_run_page(runs, out or runs[0] / "comparison.html", as_json=as_json, loads_only=loads_only)
+    write_run_page(runs, out or runs[0] / "comparison.html", as_json=as_json)
 
 
 def simulate_command(
@@ -123,12 +117,12 @@ def simulate_command(
     """Predict which strategy is fastest on a cluster, from recorded or generated loads."""
     from megatron_fssdp.cli.analysis import strategy_ranking as ranking
     from megatron_fssdp.cli.analysis.page_files import print_lines
+    from megatron_fssdp.cli.analysis.simulated_loads import loads_for_job, simulated_stage
     from megatron_fssdp.config.cluster_description import cluster_yaml
     from megatron_fssdp.config.run.composition import load_run
     from megatron_fssdp.files.written_files import refuse_foreign, refuse_unwritable, written_whole
-    from megatron_fssdp.report.simulations import simulation_page as pages
-    from megatron_fssdp.report.simulations.simulated_loads import loads_for_job, simulated_stage
-    from megatron_fssdp.report.simulations.simulation_report import write_report
+    from megatron_fssdp.report import simulation_page as pages
+    from megatron_fssdp.report.simulation_report import write_report
     from megatron_fssdp.simulation.moe_job import job_of_run
 
     refuse_unwritable(out, "--out")

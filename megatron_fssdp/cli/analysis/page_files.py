@@ -7,19 +7,23 @@ from pydantic_core import to_json
 from rich.console import Console
 from rich.table import Table
 
+from megatron_fssdp.cli.analysis.simulated_loads import loads_for_job
 from megatron_fssdp.cli.analysis.strategy_ranking import recorded_settings
 from megatron_fssdp.cli.shared_options import plain_console
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.files.written_files import refuse_special_file, refuse_unwritable
-from megatron_fssdp.records.run_settings import differing_settings, loss_obstacle
-from megatron_fssdp.report.page import Page
-from megatron_fssdp.report.simulations.simulated_loads import loads_for_job
-from megatron_fssdp.report.simulations.simulation_page import loads_page
-from megatron_fssdp.report.tables import terminal_table
-from megatron_fssdp.report.trainings.measures import comparison_table, measures_of
-from megatron_fssdp.report.trainings.run_page import run_page, settings_table
-from megatron_fssdp.report.trainings.shown_run import not_comparable, shown_runs
+from megatron_fssdp.records.run_settings import differing_settings
+from megatron_fssdp.report.measures import (
+    comparison_table,
+    losses_differ_because,
+    measures_of,
+    not_comparable,
+    shown_runs,
+)
+from megatron_fssdp.report.page import Page, terminal_table
+from megatron_fssdp.report.run_page import run_page, settings_table
+from megatron_fssdp.report.simulation_page import loads_page
 from megatron_fssdp.simulation.moe_job import job_of_run
 
 
@@ -46,13 +50,7 @@ def write_loads_page(
         print_lines(console, page.sentence, note, _where(path))
 
 
-def write_run_page(
-    paths: Sequence[Path],
-    path: Path,
-    *,
-    as_json: bool,
-    loads_only: bool = False,
-) -> None:
+def write_run_page(paths: Sequence[Path], path: Path, *, as_json: bool) -> None:
     """Write the page of one run, or of several that are compared with the first, and print the figures."""
     refuse_special_file(path, "--out")
     if len({one.resolve() for one in paths}) < len(paths):
@@ -60,18 +58,12 @@ def write_run_page(
     runs, console = shown_runs(paths), plain_console(stderr=as_json)
     refuse_unwritable(path, "--out")
     settings = [shown.run.settings for shown in runs]
-    obstacle = loss_obstacle(settings)
-    if obstacle and not loads_only:
-        raise ConfigurationError(
-            f"compare: the losses of {' and '.join(shown.name for shown in runs)} say nothing of each other, "
-            f"because the runs have {obstacle}; add --loads-only to compare everything else"
-        )
     with console.status("reading"):
-        page = run_page(runs, with_losses=not loads_only)
+        page = run_page(runs)
         page.write(path)
-    reason, first = not_comparable(runs), None if loads_only else runs[0].run
+    reason = not_comparable(runs)
     if as_json:
-        rows = []
+        rows, first = [], None if losses_differ_because(runs) else runs[0].run
         for shown in runs:
             about = {"name": shown.name, "path": str(shown.run.path), "strategy": shown.run.strategy}
             figures = {measure.key: measure.value for measure in measures_of(shown.run, first)}
@@ -84,9 +76,7 @@ def write_run_page(
     below += [reason] if reason else []
     table = settings_table(runs)
     tables = [terminal_table(table, "settings that differ")] if table.rows else []
-    tables.append(
-        terminal_table(comparison_table(runs, with_losses=not loads_only), caption="\n".join(below))
-    )
+    tables.append(terminal_table(comparison_table(runs), caption="\n".join(below)))
     problems = (f"{shown.name}: {problem}" for shown in runs for problem in shown.run.problems)
     print_lines(console, page.sentence, *problems, *tables, _where(path))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_fssdp.cli.analysis.simulated_loads import unknown_loads, with_recorded_choices
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import apply_overrides, unknown_name, validate
@@ -13,8 +14,7 @@ from megatron_fssdp.config.strategy.strategy_registry import BASELINE, strategy_
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.run_settings import SETTINGS_FILE
-from megatron_fssdp.report.simulations.simulated_loads import unknown_loads, with_recorded_choices
-from megatron_fssdp.report.simulations.simulation_report import RankedStrategy, SimulationReport
+from megatron_fssdp.report.simulation_report import RankedStrategy, SimulationReport
 from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import balanced_counts, checked_strategy, simulate

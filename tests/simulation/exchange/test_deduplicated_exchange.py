@@ -3,10 +3,10 @@ from math import comb
 import numpy as np
 import pytest
 
+from megatron_fssdp.cli.analysis.simulated_loads import recorded_choices
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.report.simulations.simulated_loads import recorded_choices
 from megatron_fssdp.simulation.simulator import simulate
 
 from ..small_jobs import cluster_of, job_of, loads, settings_of

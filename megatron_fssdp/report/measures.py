@@ -1,21 +1,82 @@
-"""The figures of recorded runs, side by side in a table and as JSON, and the parts of their time.
+"""Recorded runs on a page: their names, colours and progress, and their figures side by side and as JSON.
 
 Shape letters: I iterations, L MoE layers.
 """
 
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_fssdp.records.recorded_run import RecordedRun
-from megatron_fssdp.report.colours import TIME_PARTS, column_name
-from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.shown_run import ShownRun, not_comparable, progress_of
+from megatron_fssdp.records.metrics import METRICS_FILE
+from megatron_fssdp.records.recorded_run import RecordedRun, load
+from megatron_fssdp.records.run_settings import loss_obstacle
+from megatron_fssdp.report.colours import TIME_PARTS, column_name, distinct_colours
+from megatron_fssdp.report.page import Table
 from megatron_fssdp.report.units import format_bytes, format_flops, format_memory
 
 WEIGHTS, GRADIENTS = "waiting for spAG", "waiting for spRS"  # keys of TIME_PARTS
+_STILL_RUNNING_S = 120.0  # a run with a younger record still trains: most iterations take less time
+
+
+@dataclass(frozen=True, eq=False)
+class ShownRun:
+    """A recorded run on a page."""
+
+    name: str
+    colour: str  # of its lines and bars, #RRGGBB
+    run: RecordedRun
+
+
+def shown_runs(paths: Sequence[Path]) -> list[ShownRun]:
+    """Read runs for one page, or raise a ConfigurationError.
+
+    Their names are strategies, folders' names or paths: the first of these that differ.
+    """
+    runs = [load(path) for path in paths]
+    strategies = [run.strategy for run in runs]
+    choices = (strategies, [path.resolve().name for path in paths], [str(path) for path in paths])
+    names = next((choice for choice in choices if len(set(choice)) == len(runs)), choices[-1])
+    return [ShownRun(*fields) for fields in zip(names, distinct_colours(strategies), runs, strict=True)]
+
+
+def progress_of(run: RecordedRun) -> str:
+    """Return how much of a run is recorded, such as ``5 of 400 iterations, interrupted``."""
+    first, last, count = int(run.iterations[0]), int(run.iterations[-1]), len(run.iterations)
+    asked = run.asked_iterations
+    words = counted(count, "iteration")
+    if asked is not None and last < asked:
+        age_s = time.time() - (run.path / METRICS_FILE).stat().st_mtime
+        is_stopped = any(stop.startswith(f"{last}:") for stop in run.stops)
+        state = "so far" if age_s < _STILL_RUNNING_S and not is_stopped else "interrupted"
+        words = f"{count:,} of {asked - first + 1:,} iterations, {state}"
+    if first > 1:
+        words += f", from iteration {first:,} on"
+    if missing := last - first + 1 - count:
+        words += f", {missing:,} missing between them"
+    return words
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things as text, such as ``2 layers``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def not_comparable(runs: Sequence[ShownRun]) -> str:
+    """Return a clause on why the speed of runs must not be compared. Empty if it may be."""
+    records = [record for shown in runs for record in shown.run.metrics]
+    sessions = [record.session for record in records if record.session is not None]
+    shared = next((session.shared_cores for session in sessions if session.shared_cores), "")
+    return f"speed is not comparable here: {shared}" if shared else ""
+
+
+def losses_differ_because(runs: Sequence[ShownRun]) -> str:
+    """Return why the losses of runs say nothing of each other. Empty if they can be compared."""
+    return loss_obstacle([shown.run.settings for shown in runs])
 
 
 class Measure(NamedTuple):
@@ -27,15 +88,15 @@ class Measure(NamedTuple):
     text: str
 
 
-def comparison_table(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Table:
-    """Return all figures of runs side by side. Losses are compared with those of the first run."""
+def comparison_table(runs: Sequence[ShownRun]) -> Table:
+    """Return all figures of runs side by side, compared with the first; without losses of unlike runs."""
     first = runs[0].run
     columns = [{found.label: found.text for found in measures_of(shown.run, first)} for shown in runs]
     for column in columns if not_comparable(runs) else ():
         column.update({label: "not comparable" for label in column if label.startswith("tokens/s")})
     labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
     rows = [(label, *(found.get(label, "–") for found in columns)) for label in labels]
-    if not with_losses:
+    if losses_differ_because(runs):
         rows = [row for row in rows if not row[0].startswith("loss")]
     return Table(("", *(shown.name for shown in runs)), tuple(rows))
 

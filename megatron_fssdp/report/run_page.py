@@ -11,6 +11,7 @@ import numpy as np
 from megatron_fssdp.planning.loads import EVEN_LOAD
 from megatron_fssdp.records.recorded_run import RecordedRun
 from megatron_fssdp.records.run_settings import differing_settings
+from megatron_fssdp.report import measures
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.figures import DASHES, Line, curves, time_bars
 from megatron_fssdp.report.load_sections import (
@@ -19,27 +20,32 @@ from megatron_fssdp.report.load_sections import (
     device_load_section,
     expert_load_section,
 )
-from megatron_fssdp.report.page import Page, Part, Section
-from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings import measures
-from megatron_fssdp.report.trainings.measures import largest_difference, mean_parts_s
-from megatron_fssdp.report.trainings.placement_sections import micro_batch_sections, placement_section
-from megatron_fssdp.report.trainings.shown_run import ShownRun, counted, not_comparable, progress_of
+from megatron_fssdp.report.measures import (
+    ShownRun,
+    counted,
+    largest_difference,
+    losses_differ_because,
+    mean_parts_s,
+    not_comparable,
+    progress_of,
+)
+from megatron_fssdp.report.page import Page, Part, Section, Table
+from megatron_fssdp.report.placement_sections import micro_batch_sections, placement_section
 from megatron_fssdp.report.units import format_memory, format_seconds
 
 _MOST_EXPLAINED = 2  # more runs have only their speed and loads in the sentence at the top
 
 
-def run_page(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Page:
+def run_page(runs: Sequence[ShownRun]) -> Page:
     """Return the page of one run, or of several runs to compare with the first."""
     how = "Figures are of the whole run unless stated otherwise. Load: max/mean device load; 1 is even."
     memory = [
         f"{shown.name}, from its log: {shown.run.expert_memory}." for shown in runs if shown.run.expert_memory
     ]
-    table = measures.comparison_table(runs, with_losses=with_losses)
+    table = measures.comparison_table(runs)
     sections = [
         *_occasional_sections(runs),
-        *([_loss_section(runs)] if with_losses else []),
+        *([] if losses_differ_because(runs) else [_loss_section(runs)]),
         _time_section(runs),
         *_load_sections(runs),
         Section("All figures", how, [table, *memory]),
@@ -51,7 +57,7 @@ def run_page(runs: Sequence[ShownRun], *, with_losses: bool = True) -> Page:
     return Page(
         "comparison" if len(runs) > 1 else "report",
         title,
-        headline_of(runs, with_losses=with_losses),
+        headline_of(runs),
         [(shown.name, shown.colour, _sizes(shown)) for shown in runs],
         sections,
     )
@@ -158,11 +164,6 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
             "A run that did not measure the parts of its layers (strategy none, or Megatron's combined 1F1B "
             "schedule) shows all passes as one part."
         )
-    for shown in runs:
-        folder = shown.run.path / "torch_profile"
-        if traces := ", ".join(sorted(path.name for path in folder.glob("rank-*.json.gz"))):
-            where = f"{traces} in {folder}; open such a trace in https://ui.perfetto.dev."
-            parts.append(f"{shown.name}: torch's profiler wrote {where}")
     sentence = "Transfers of weights and gradients count only while compute waits for them."
     return Section("Iteration time", sentence, parts)
 
@@ -195,7 +196,7 @@ def _load_sections(runs: Sequence[ShownRun]) -> list[Section]:
     ]
 
 
-def headline_of(runs: Sequence[ShownRun], *, with_losses: bool = True) -> str:
+def headline_of(runs: Sequence[ShownRun]) -> str:
     """Return the result in one sentence."""
     first, reason = runs[0], not_comparable(runs)
     if len(runs) == 1:
@@ -209,10 +210,11 @@ def headline_of(runs: Sequence[ShownRun], *, with_losses: bool = True) -> str:
     else:
         most = None if len(runs) <= _MOST_EXPLAINED else 1
         clauses = [_against(first, shown, most, with_speed=not reason) for shown in runs[1:]]
-        differences = [largest_difference(first.run, shown.run) for shown in runs[1:]] if with_losses else []
-        if known := [
-            difference for difference in differences if difference is not None and np.isfinite(difference)
-        ]:
+        differences = [largest_difference(first.run, shown.run) for shown in runs[1:]]
+        known = [found for found in differences if found is not None and np.isfinite(found)]
+        if obstacle := losses_differ_because(runs):
+            clauses.append(f"losses are not compared, because the runs have {obstacle}")
+        elif known:
             differ = f"losses differ by at most {max(known):.1e}"
             clauses.append(differ if max(known) else "losses are exactly equal")
     clauses += [reason] if reason else []

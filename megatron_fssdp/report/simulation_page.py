@@ -18,9 +18,8 @@ from megatron_fssdp.report import figures
 from megatron_fssdp.report.colours import distinct_colours
 from megatron_fssdp.report.figures import DASHES, GREY, Line
 from megatron_fssdp.report.load_sections import DeviceLoads, device_load_section, expert_load_section
-from megatron_fssdp.report.page import Page, Section
-from megatron_fssdp.report.simulations.simulation_report import SimulationReport
-from megatron_fssdp.report.tables import Table
+from megatron_fssdp.report.page import Page, Section, Table
+from megatron_fssdp.report.simulation_report import SimulationReport
 from megatron_fssdp.report.units import format_memory, format_seconds
 from megatron_fssdp.simulation.moe_job import MoeJob
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rich.table import Table as TerminalTable
 
 from megatron_fssdp.report.colours import column_name
-from megatron_fssdp.report.tables import Table, terminal_table
+from megatron_fssdp.report.page import Table, terminal_table
 from megatron_fssdp.report.units import format_memory, format_seconds
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 

@@ -10,9 +10,8 @@ import numpy as np
 from megatron_fssdp.planning.load_changes import LOAD_CHANGES, load_changes
 from megatron_fssdp.report import figures
 from megatron_fssdp.report.load_sections import NO_LAYERS
-from megatron_fssdp.report.page import Part, Section
-from megatron_fssdp.report.tables import Table
-from megatron_fssdp.report.trainings.shown_run import ShownRun, counted
+from megatron_fssdp.report.measures import ShownRun, counted
+from megatron_fssdp.report.page import Part, Section, Table
 
 _MOST_SEARCHED = 400  # micro-batches for which replicas are planned
 
