@@ -95,7 +95,7 @@ def simulation_headline(report: SimulationReport) -> str:
         ]
     if waiting := [row.label for row in report.rows if not report.is_settled(row)]:
         clauses.append(f"simulate more iterations to rank {', '.join(waiting)}, still in the warm-up")
-    clauses.append(f"ep with even loads ({_IDEAL}) would take {format_seconds(report.ideal_s)}")
+    clauses.append(f"ep with even loads ({_IDEAL}) would take {format_seconds(report.ideal.mean_s)}")
     return f"Simulated: {'; '.join(clauses)}."
 
 
@@ -104,7 +104,7 @@ def _ranking_section(report: SimulationReport) -> Section:
     parts_s = {row.label: report.steady_parts_s(row.outcome) for row in report.ranked}
     parts_s[_IDEAL] = {part: float(seconds_I.mean()) for part, seconds_I in report.ideal.parts_s.items()}
     figure = figures.time_bars("simulated time of an iteration", parts_s)
-    figure.add_vline(x=report.ideal_s, **_IDEAL_LINE)
+    figure.add_vline(x=report.ideal.mean_s, **_IDEAL_LINE)
     sentence = (
         "Mean time of an iteration after the warm-up, divided into parts, the fastest strategy first. "
         f"Last is the ideal: {_IDEAL}, which is ep with even loads. "
@@ -129,7 +129,7 @@ def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
     loads = lines({name: one.load_max_over_mean_IL.mean(axis=1) for name, one in outcomes.items()})
     moved = {name: job.expert_bytes * one.of_layers("gathered").sum(axis=1) for name, one in outcomes.items()}
     times = figures.curves("Time", "simulated seconds", seconds, ".4s")
-    times.add_hline(y=report.ideal_s, **_IDEAL_LINE)
+    times.add_hline(y=report.ideal.mean_s, **_IDEAL_LINE)
     parts = [times, figures.device_loads("Busiest device, mean of layers", loads)]
     if any(values.any() for values in moved.values()):
         title = "Weights that travel to replicas (spAG)"

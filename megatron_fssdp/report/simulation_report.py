@@ -19,8 +19,6 @@ from megatron_fssdp.report.page import Table, terminal_table
 from megatron_fssdp.report.units import format_memory, format_seconds
 from megatron_fssdp.simulation.simulator import StrategyOutcome
 
-RANKING_FILE, ITERATIONS_FILE = "ranking.json", "iterations.csv"
-
 _FIRST = 6  # columns of the ranking fit into 80 characters
 _WHOLE = ("strategy", "warm-up", "% of force-balanced")  # cells of these columns stay on one line
 
@@ -83,11 +81,6 @@ class SimulationReport:
         return self.steady_s(self.plain)
 
     @property
-    def ideal_s(self) -> float:
-        """Seconds of an iteration under plain expert parallelism if all loads were even."""
-        return self.ideal.mean_s
-
-    @property
     def ranked(self) -> list[RankedStrategy]:
         """Strategies from best to worst by their steady seconds.
 
@@ -122,7 +115,7 @@ class SimulationReport:
             "ms of an iteration": f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}",
             "warm-up": warm_up if self.is_settled(row) else f"all {count}",
             "× ep": f"{self.plain_s / seconds:.2f}",
-            "% of force-balanced": f"{100 * self.ideal_s / seconds:.0f}",
+            "% of force-balanced": f"{100 * self.ideal.mean_s / seconds:.0f}",
             "load max/mean": f"{self.steady(outcome.load_max_over_mean_IL):.2f}",
             "peak memory": f"{memory}, too much" if outcome.memory.runs_out else memory,
             "host ms": f"{1e3 * outcome.host_s:.3g}",
@@ -136,7 +129,7 @@ def ranking_data(report: SimulationReport) -> dict[str, Any]:
         "notes": list(report.notes),
         "warm_up_iterations": report.warm_up,
         "ep_s": report.plain_s,
-        "force_balanced_s": report.ideal_s,
+        "force_balanced_s": report.ideal.mean_s,
         "strategies": [_row_data(report, row) for row in report.ranked],
     }
 
@@ -148,7 +141,7 @@ def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
         "changed_settings": row.changed,
         "iteration_s": seconds,
         "speedup_over_ep": report.plain_s / seconds,
-        "percent_of_force_balanced": 100 * report.ideal_s / seconds,
+        "percent_of_force_balanced": 100 * report.ideal.mean_s / seconds,
         "warm_up_iterations": outcome.warm_up,
         "mean_s_with_warm_up": outcome.mean_s,
         "host_s": outcome.host_s,
@@ -169,8 +162,8 @@ def _row_data(report: SimulationReport, row: RankedStrategy) -> dict[str, Any]:
 def write_report(report: SimulationReport, folder: Path) -> None:
     """Write ``ranking.json`` and ``iterations.csv`` into a folder."""
     text = json.dumps(ranking_data(report), indent=2) + "\n"
-    (folder / RANKING_FILE).write_text(text, encoding="utf-8")
-    with (folder / ITERATIONS_FILE).open("w", newline="", encoding="utf-8") as file:
+    (folder / "ranking.json").write_text(text, encoding="utf-8")
+    with (folder / "iterations.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         for number, row in enumerate(report.ranked):
             outcome = row.outcome
