@@ -27,7 +27,6 @@ def write_made_run(
     num_micro_batches: int = 1,
     seed: int = 0,
     has_parts: bool = True,
-    has_histograms: bool = False,
     starts: Mapping[int, RunSession] | None = None,
 ) -> Path:
     """Write metrics, loads, placements, settings and a log's memory line; return the folder.
@@ -59,8 +58,7 @@ def write_made_run(
             for counts_DE in counts_LDE
         )
         micro_batches.append(iteration, [np.moveaxis(counts_DEZ, 2, 0) for counts_DEZ in single])
-        histogram_LD = np.full((num_layers, num_devices), 7)
-        loads.append(iteration, counts_LDE, *([histogram_LD] * 2 if has_histograms else ()))
+        loads.append(iteration, counts_LDE)
         owned_LED = np.repeat(owned_ED[None], num_layers, axis=0)
         placements.append(iteration, owned_LED, present_LED, ep_LD, tokens_LD)
         replicas_L = (present_LED.sum(axis=(1, 2)) - num_experts).tolist()
