@@ -225,12 +225,6 @@ def _dense_messages(run: RunConfig, stage: StageLayers, tokens: float, dtype_byt
     model, cut = run.model, run.parallelism
     grouped = model.group_query_attention and not model.multi_latent_attention
     key_heads = model.num_query_groups if grouped else model.num_attention_heads
-    layers = [[0, 0]]
-    for layer, again in stage.layers:
-        if model.moe_layers[layer]:
-            layers.append([0, 0])
-        else:
-            layers[-1] = [layers[-1][0] + 1, layers[-1][1] + again]
     return DenseMessages(
         tensor_size=cut.tensor_model_parallel_size,
         context_size=cut.context_parallel_size,
@@ -240,34 +234,36 @@ def _dense_messages(run: RunConfig, stage: StageLayers, tokens: float, dtype_byt
         keys_bytes=tokens * key_heads * _scores_width(model) * dtype_bytes,
         scores_flops=tokens * _scores_flops(model),
         shared_experts=model.moe_shared_expert_intermediate_size is not None,
-        dense_layers=tuple((number, again) for number, again in layers),
+        dense_layers=_dense_layers(model, stage),
     )
+
+
+def _dense_layers(model: ModelArguments, stage: StageLayers) -> tuple[tuple[int, int], ...]:
+    """Dense layers before each MoE layer of the stage and behind the last, and how many are recomputed."""
+    places = [(0, 0)]
+    for layer, again in stage.layers:
+        number, num_again = places[-1]
+        if model.moe_layers[layer]:
+            places.append((0, 0))
+        else:
+            places[-1] = number + 1, num_again + again
+    return tuple(places)
 
 
 def _flops_by_layer(
     model: ModelArguments, vocab_size: int, tokens: float, stage: StageLayers
 ) -> dict[str, Any]:
     """FLOPs of a micro-batch's forward pass, and what is recomputed, by the fields of :class:`MoeJob`."""
-    hidden, scores = model.hidden_size, _scores_flops(model)
-    rows: list[tuple[float, float, float]] = []
-    running, again, recomputed = 0.0, 0.0, set[int]()
-    for layer, is_recomputed in stage.layers:
-        is_moe = model.moe_layers[layer]
-        flops = scores + 2.0 * dense_matrix_elements(model, is_moe)
-        if is_moe:
-            recomputed |= {len(rows)} if is_recomputed else set()
-            rows.append((tokens * running, tokens * flops, tokens * again))
-            running = again = 0.0
-        else:
-            running, again = running + flops, again + is_recomputed * flops
+    hidden, scores, (*before, behind) = model.hidden_size, _scores_flops(model), _dense_layers(model, stage)
+    dense, gate = (tokens * (scores + 2.0 * dense_matrix_elements(model, is_moe)) for is_moe in (False, True))
+    again_L = [again for layer, again in stage.layers if model.moe_layers[layer]]
     logits = 2.0 * hidden * hidden if model.family == "bert" else 0.0
     logits = logits + 2.0 * hidden * vocab_size if stage.is_last else 0.0
-    before, gate, before_again = (tuple(row[i] for row in rows) for i in range(3))
     return {
-        "before_layer_flops_L": before,
-        "before_gate_flops_L": gate,
-        "before_again_flops_L": before_again,
-        "recomputed": frozenset(recomputed),
-        "after_layers_flops": tokens * (running + logits),
-        "after_again_flops": tokens * again,
+        "before_layer_flops_L": tuple(dense * number for number, _ in before),
+        "before_gate_flops_L": (gate,) * len(again_L),
+        "before_again_flops_L": tuple(dense * number for _, number in before),
+        "recomputed": frozenset(np.flatnonzero(again_L).tolist()),
+        "after_layers_flops": dense * behind[0] + tokens * logits,
+        "after_again_flops": dense * behind[1],
     }
