@@ -25,7 +25,9 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "files": ({"config"}, {"pydantic"}),
     "planning": ({"config"}, {"numpy", "cython"}),
     "strategies": ({"planning", "config"}, {"numpy", "pydantic"}),
-    "simulation": ({"strategies", "planning", "config"}, {"numpy"}),
+    # Systems of others, which are only simulated.
+    "systems": ({"strategies", "planning", "config"}, {"numpy"}),
+    "simulation": ({"systems", "strategies", "planning", "config"}, {"numpy"}),
     "collectives": ({"planning"}, {"torch"}),
     # Megatron's dispatchers with other exchanges: they know slots, and nothing of placements or plans.
     "dispatchers": ({"collectives", "planning", "config"}, {"torch", "numpy", "megatron"}),
@@ -33,7 +35,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     # Files of a run folder, which the adapter writes.
     "records": ({"config", "files"}, {"numpy", "pydantic", "pydantic_core"}),
     "report": (
-        {"records", "files", "planning", "simulation", "config"},
+        {"records", "files", "planning", "systems", "simulation", "config"},
         {"numpy", "rich", "jinja2", "markupsafe", "plotly"},
     ),
     # Text to Megatron's indexed files, written by Megatron's own writer: knows no model, no strategy.
@@ -59,7 +61,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
     "launch": ({"config", "files", "data", "records", "megatron_adapter"}, {"torch", "rich"}),
     "cli": (
         {
-            *("config", "files", "planning", "strategies", "simulation", "records", "report"),
+            *("config", "files", "planning", "strategies", "systems", "simulation", "records", "report"),
             *("data", "megatron_adapter", "launch"),
         },
         {"numpy", "torch", "typer", "rich", "pydantic", "pydantic_core"},
@@ -86,7 +88,6 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         **{name: {""} for name in ("flexmoe", "parm")},
         **{name: {"", "ep"} for name in ("smartmoe", "auto")},
     },
-    "simulation": {"": {"systems"}, "systems": set()},
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}},
     "collectives": {"": set(), "sparse": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},
@@ -116,6 +117,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
 FORBIDDEN = {
     "planning": {"time", "datetime", "random", "os", "argparse", "threading"},
     "strategies": {"time", "datetime", "random", "os", "argparse", "threading"},
+    "systems": {"time", "datetime", "random", "os", "argparse"},
     "simulation": {"time", "datetime", "random", "os", "argparse"},
 }
 """Parts of the standard library that would make a plan depend on more than its arguments."""
@@ -127,7 +129,7 @@ CIRCLES = {
 """Imports that close circles between files."""
 
 # Below the adapter the global process groups stay untouched, and environment variables unread.
-NO_ENVIRONMENT = {"collectives", "runtime", "planning", "strategies", "simulation"}
+NO_ENVIRONMENT = {"collectives", "runtime", "planning", "strategies", "systems", "simulation"}
 
 
 def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:

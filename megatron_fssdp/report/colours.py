@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.simulation.systems.system_list import SYSTEMS
+from megatron_fssdp.systems.system_list import SYSTEMS
 
 
 class TimePart(NamedTuple):

@@ -29,8 +29,8 @@ from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.simulation.systems.eplb import eplb_slots
-from megatron_fssdp.simulation.systems.exact_counts import equal_rows, quotas_in_nodes
+from megatron_fssdp.systems.eplb import eplb_slots
+from megatron_fssdp.systems.exact_counts import equal_rows, quotas_in_nodes
 
 DEVICES, TOP_K, TOKENS, SLOTS = 64, 8, 8192, 2
 """UltraEP's README: EP64, 8 of the experts for each of a rank's tokens, redundant experts of a rank."""

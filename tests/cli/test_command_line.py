@@ -5,7 +5,7 @@ import pytest
 from megatron_fssdp import __version__
 from megatron_fssdp.cli.shared_options import SHIPPED_NAMES, SYSTEM_NAMES
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
-from megatron_fssdp.simulation.systems.system_list import SYSTEMS
+from megatron_fssdp.systems.system_list import SYSTEMS
 
 from ..support.python_process import python_output, run_python
 

@@ -9,9 +9,9 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.strategy.strategy_registry import register_strategy, strategy_settings
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
-from megatron_fssdp.simulation.systems.eplb import EplbKeys, EplbSystem
-from megatron_fssdp.simulation.systems.system_list import SYSTEMS
 from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.systems.eplb import EplbKeys, EplbSystem
+from megatron_fssdp.systems.system_list import SYSTEMS
 from tests.simulation.small_jobs import cluster_of, job_of
 from tests.simulation.test_simulated_properties import drawn_loads
 

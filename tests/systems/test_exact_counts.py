@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.simulation.systems.exact_counts import equal_rows, least_loaded, quotas_in_nodes
+from megatron_fssdp.systems.exact_counts import equal_rows, least_loaded, quotas_in_nodes
 from tests.drawn_examples import examples
 
 OWNER_E = even_owners(16, 8)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, SlotKeys
-from megatron_fssdp.simulation.systems.eplb import EplbKeys, EplbSystem
-from megatron_fssdp.simulation.systems.exact_counts import (
+from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.systems.eplb import EplbKeys, EplbSystem
+from megatron_fssdp.systems.exact_counts import (
     LlepSystem,
     MoonepSystem,
     UltraepKeys,
     UltraepSystem,
 )
-from megatron_fssdp.strategies.strategy import Strategy
 
 
 class SimulatedSystem(NamedTuple):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.simulation.systems.eplb import eplb_slots
+from megatron_fssdp.systems.eplb import eplb_slots
 from tests.drawn_examples import examples
 
 FIRST_E = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
