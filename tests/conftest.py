@@ -13,7 +13,7 @@ from tests.browser import Browser, opened_browser
 if not torch.cuda.is_available():
     # Without a GPU, Triton interprets its kernels. It reads this when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Megatron's small functions run eagerly, also in processes that tests start: each would compile them for seconds.
+# Megatron's small functions run eagerly, also in processes of tests. Each would compile them for seconds.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 _SEARCH_TIMEOUT_S = 3600

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
@@ -45,7 +46,7 @@ def megatron_arguments(
     that name its data; null removes an argument.
 
     Raises:
-        ConfigurationError: Megatron lacks an argument.
+        ConfigurationError: Megatron lacks an argument, or the strategy records elsewhere.
     """
     values = {
         **_derived(config, installation, out_dir),
@@ -57,8 +58,13 @@ def megatron_arguments(
 
 
 def _strategy_words(config: RunConfig, out_dir: Path) -> list[str]:
-    """Records go to the output folder unless the settings name another one."""
+    """Records go to the output folder, where the progress of the run is read."""
     settings = {"record_dir": str(out_dir), **config.strategy.settings}
+    if settings["record_dir"] != str(out_dir):
+        raise ConfigurationError(
+            f"strategy.settings.record_dir: got {settings['record_dir']}, wanted none, because a run has its "
+            f"records in its output folder, {out_dir}; remove it, or give --out"
+        )
     declared = config.parallelism.declared_nodes
     if declared is not None and "nodes" in STRATEGIES[config.strategy.name].settings.model_fields:
         settings.setdefault("nodes", declared)

@@ -144,6 +144,12 @@ def test_a_strategys_settings_are_yaml_values_with_the_folder_and_the_declared_n
     assert not any(word.startswith("nodes=") for word in arguments(tiny(NONE)))
 
 
+def test_a_run_records_in_its_output_folder() -> None:
+    assert "record_dir=runs/x" in arguments(tiny("strategy.settings.record_dir=runs/x"))
+    with pytest.raises(ConfigurationError, match=r"^strategy\.settings\.record_dir: got elsewhere"):
+        arguments(tiny("strategy.settings.record_dir=elsewhere"))
+
+
 def test_a_resumed_run_loads_its_own_checkpoints_and_records_no_profile() -> None:
     asked = ("training.profile=true", "training.profile_step_start=3", "training.profile_step_end=6")
     run = tiny(*asked, "training.profile_ranks=[0,2]")
