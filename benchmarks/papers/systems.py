@@ -8,13 +8,13 @@ import numpy as np
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, register_strategy
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.strategies.flexmoe.flexmoe_settings import FlexmoeSettings
+from megatron_fssdp.strategies.flexmoe import FlexmoeSettings
 from megatron_fssdp.strategies.flexmoe.flexmoe_strategy import FlexmoeStrategy
-from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.smartmoe import SmartmoeSettings
 from megatron_fssdp.strategies.smartmoe.owner_exchange import permuted_owners
-from megatron_fssdp.strategies.smartmoe.smartmoe_settings import SmartmoeSettings
 from megatron_fssdp.strategies.smartmoe.smartmoe_strategy import SmartmoeStrategy
 
 MOVING_SMARTMOE, MOVING_FLEXMOE = "moving_smartmoe", "moving_flexmoe"

@@ -13,7 +13,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.heterogeneous_sharding import heterogeneous_sharding
 from megatron_fssdp.strategies.fssdp.sparse_materialization import sparse_materialization
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan

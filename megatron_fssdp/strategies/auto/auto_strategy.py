@@ -19,7 +19,7 @@ from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies.auto.auto_settings import AutoSettings
+from megatron_fssdp.strategies.auto import AutoSettings
 from megatron_fssdp.strategies.auto.selection_report import (
     LEAST_SEEN,
     IterationSpread,

@@ -6,7 +6,7 @@ Shape letters: D devices, E experts.
 import numpy as np
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.strategies.fastermoe.fastermoe_settings import FastermoeSettings
+from megatron_fssdp.strategies.fastermoe import FastermoeSettings
 from megatron_fssdp.strategies.fastermoe.shadow_selection import ShadowingCosts, select_shadows
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import ReplicasAfterGate

@@ -18,8 +18,8 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, plan_materialization
+from megatron_fssdp.strategies.fssdp import FssdpSettings, PlanSource
 from megatron_fssdp.strategies.fssdp.exact_plans import corrected, of_micro_batch
-from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings, PlanSource
 from megatron_fssdp.strategies.fssdp.heterogeneous_sharding import heterogeneous_sharding
 from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches
 from megatron_fssdp.strategies.fssdp.plan_source import MOST_PRICED, SourceChoice

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_fssdp.planning.loads import LoadHistory, load_similarity
+from megatron_fssdp.strategies.fssdp import PlanSource
 from megatron_fssdp.strategies.fssdp.exact_plans import (
     corrected,
     counting_s,
@@ -24,7 +25,6 @@ from megatron_fssdp.strategies.fssdp.exact_plans import (
     of_micro_batch,
     search_s,
 )
-from megatron_fssdp.strategies.fssdp.fssdp_settings import PlanSource
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 
 SOURCES: tuple[PlanSource, ...] = ("past", "first", "each")

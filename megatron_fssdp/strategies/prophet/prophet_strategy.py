@@ -11,8 +11,8 @@ from megatron_fssdp.planning.arrays import doubling
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, early_share, fastest
+from megatron_fssdp.strategies.prophet import ProphetSettings
 from megatron_fssdp.strategies.prophet.prophet_planner import ProphetModel, greedy_placements
-from megatron_fssdp.strategies.prophet.prophet_settings import ProphetSettings
 from megatron_fssdp.strategies.strategy import MeasuredReplicas
 
 PROPHET_BALANCE = 0.5

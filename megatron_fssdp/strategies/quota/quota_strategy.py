@@ -8,7 +8,7 @@ import numpy as np
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, fastest
-from megatron_fssdp.strategies.quota.quota_settings import QuotaSettings
+from megatron_fssdp.strategies.quota import QuotaSettings
 from megatron_fssdp.strategies.strategy import ReplicasAfterGate
 
 

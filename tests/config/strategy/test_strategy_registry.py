@@ -14,9 +14,9 @@ from megatron_fssdp.config.strategy.strategy_registry import (
     strategy_settings,
 )
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.strategies.ep.ep_settings import EpSettings
+from megatron_fssdp.strategies.ep import EpSettings
 from megatron_fssdp.strategies.ep.ep_strategy import EpStrategy
-from megatron_fssdp.strategies.none.none_settings import NoneSettings
+from megatron_fssdp.strategies.none import NoneSettings
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 

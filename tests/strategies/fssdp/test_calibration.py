@@ -8,7 +8,7 @@ from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
-from megatron_fssdp.strategies.fssdp.fssdp_settings import FssdpSettings
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.fssdp.sparse_materialization import sparse_materialization
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan

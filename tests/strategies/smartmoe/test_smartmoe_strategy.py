@@ -7,7 +7,7 @@ import numpy as np
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.strategies.smartmoe.smartmoe_settings import SmartmoeSettings
+from megatron_fssdp.strategies.smartmoe import SmartmoeSettings
 from megatron_fssdp.strategies.smartmoe.smartmoe_strategy import SmartmoeStrategy
 from tests.planning.placement_cases import SLOW_EXPERTS
 
