@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_fssdp.planning.load_changes import LOAD_CHANGES, load_changes
 from megatron_fssdp.report import figures
+from megatron_fssdp.report.load_changes import LOAD_CHANGES, load_changes
 from megatron_fssdp.report.load_sections import NO_LAYERS
 from megatron_fssdp.report.measures import ShownRun, counted
 from megatron_fssdp.report.page import Part, Section, Table

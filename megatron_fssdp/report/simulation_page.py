@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE
-from megatron_fssdp.planning.load_changes import plain_load
 from megatron_fssdp.planning.loads import EVEN_LOAD
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.run_settings import flat_settings
 from megatron_fssdp.report import figures
 from megatron_fssdp.report.colours import distinct_colours
 from megatron_fssdp.report.figures import DASHES, GREY, Line
+from megatron_fssdp.report.load_changes import plain_load
 from megatron_fssdp.report.load_sections import DeviceLoads, device_load_section, expert_load_section
 from megatron_fssdp.report.page import Page, Section, Table
 from megatron_fssdp.report.simulation_report import SimulationReport

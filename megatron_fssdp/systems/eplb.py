@@ -15,12 +15,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-<<<<<<< HEAD:megatron_fssdp/systems/eplb.py
-from megatron_fssdp.strategies.flexmoe.flexmoe_settings import FlexmoeSettings
-=======
-from megatron_fssdp.simulation.systems.eplb_planner import eplb_slots
 from megatron_fssdp.strategies.flexmoe import FlexmoeSettings
->>>>>>> da311cbf (Settings of a shipped strategy are in its package; equal_memory.py names the job's field again):megatron_fssdp/simulation/systems/eplb.py
 from megatron_fssdp.strategies.flexmoe.flexmoe_strategy import FlexmoeStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 

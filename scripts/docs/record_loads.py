@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.result_file import write_result  # noqa: E402
-from megatron_fssdp.planning.load_changes import LOAD_CHANGES, load_changes  # noqa: E402
 from megatron_fssdp.records.loads import read_micro_batch_loads  # noqa: E402
 from megatron_fssdp.records.metrics import read_metrics  # noqa: E402
+from megatron_fssdp.report.load_changes import LOAD_CHANGES, load_changes  # noqa: E402
 
 RECORDINGS = ROOT / "benchmarks" / "recordings"
 STRETCH, MOST_BYTES = 10, 2_000_000

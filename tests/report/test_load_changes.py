@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.load_changes import load_changes, plain_load
 from megatron_fssdp.planning.loads import max_over_mean
+from megatron_fssdp.report.load_changes import load_changes, plain_load
 
 
 def test_plain_load_is_that_of_even_owners() -> None:
