@@ -6,7 +6,6 @@ import pytest
 from megatron_fssdp.simulation import replay
 from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
-from megatron_fssdp.strategies.fssdp import kept_searches
 from megatron_fssdp.strategies.layer_plan import LastPlans
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
@@ -34,7 +33,6 @@ def test_results_are_those_of_computing_everything_anew(name: str, monkeypatch: 
             **self._of_loads(layer, decision, times),
         ),
     )
-    monkeypatch.setattr(kept_searches, "_same_seed", lambda *_: False)
     monkeypatch.setattr(
         replay, "_repeated_ZL", lambda counts_IZLDE, _: np.zeros(counts_IZLDE.shape[1:3], int)
     )

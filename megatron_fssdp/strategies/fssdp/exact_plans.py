@@ -6,7 +6,6 @@ waits, so prices have both.
 Shape letters: D devices, E experts.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -67,8 +66,7 @@ def corrected(
     )
     start = plan.placement if plan.placement.replicas_per_device_D.max() <= slots else None
     found, _ = search.best_placement(slots=slots, most_replicated=context.num_experts, start=start)
-    base = replace(plan, corrects=False)
-    plans = [plan, *_shared_out(base, context), *_shared_out(_with(found, base, context), context)]
+    plans = plan, _with(found, replace(plan, corrects=False), context)
     return fastest(plans, counts_DE, context, times, planned=plan)
 
 
@@ -99,13 +97,6 @@ def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext
 
 def _with(placement: ExpertPlacement, plan: LayerPlan, context: LayerContext) -> LayerPlan:
     return replace(plan, placement=placement, transfer=two_level_transfer(placement, context.topology))
-
-
-def _shared_out(plan: LayerPlan, context: LayerContext) -> Iterable[LayerPlan]:
-    """The plan with even shares, and with exact ones where they are possible."""
-    yield replace(plan, dispatch_policy="even")
-    if plan.placement.num_replicas and context.costs.sent_choices is None:
-        yield replace(plan, dispatch_policy="exact")
 
 
 def _levelled(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.owner_moves import ReshardClock, paying_owners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
@@ -41,15 +40,6 @@ WINDOW = 5
 """Length of the sliding window of loads, in iterations (Hecate §4.2, w)."""
 
 
-class _Policy(NamedTuple):
-    """How tokens are shared out under a placement of a search (``since``), by the counts that were priced."""
-
-    placement: ExpertPlacement
-    since: int
-    counts: list[np.ndarray]
-    policy: DispatchPolicy
-
-
 class _Resharded(NamedTuple):
     """What Alg. 2 made last of owners and loads, and modelled seconds by layer and bytes of owners."""
 
@@ -70,9 +60,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         super().__init__(settings)
         self._is_hecate = settings.planner == "hecate"
         self._searches = KeptSearches(self.slots_by_life, settings.overlap)
-        self._made: dict[int, tuple[LayerContext, LayerPlan, float]] = {}
-        """Each layer's last plan, which serves as long as its context, placement and number of pairs do."""
-        self._policies: dict[int, _Policy] = {}
+        self._made: dict[int, tuple[LayerContext, LayerPlan]] = {}
+        """Each layer's last plan, which serves as long as its context and its placement do."""
         self._resharded: _Resharded | None = None
         self._sources: dict[int, SourceChoice] = {}
         self._clock = ReshardClock(WINDOW, settings.reshard_interval)
@@ -148,22 +137,16 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     def _by_past(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The plan with the fewest modelled seconds under the predicted loads; costs are measured."""
         result = self._searches.of(context, history.forecast_DE(), history.num_seen)
-        in_pass = result.life is ReplicaLife.LAYER_PASS
-        num_pairs = float(history.mean_E().sum())
-        plan = self.plan_of(result.placement, context, rematerialize=in_pass)
-        if plan.placement.num_replicas:
-            plan = replace(plan, dispatch_policy=self._policy(plan, context, history, result.since))
-        made, policy = self._made.get(context.layer), plan.dispatch_policy
-        if (
-            made is not None
-            and made[0] is context
-            and made[1].placement is result.placement
-            and (made[1].rematerialize, made[1].dispatch_policy, made[2]) == (in_pass, policy, num_pairs)
-        ):
-            return made[1]
-        if plan.placement.num_replicas and self.splits and not in_pass:
-            plan = replace(plan, early=early_share(plan.transfer, num_pairs, context))
-        self._made[context.layer] = context, plan, num_pairs
+        of_context, plan = self._made.get(context.layer, (None, None))
+        if plan is None or of_context is not context or plan.placement is not result.placement:
+            in_pass = result.life is ReplicaLife.LAYER_PASS
+            plan = self.plan_of(result.placement, context, rematerialize=in_pass)
+            if plan.placement.num_replicas:
+                plan = with_cheaper_shares(plan, context, history)
+                if self.splits and not in_pass:
+                    num_pairs = float(history.mean_E().sum())
+                    plan = replace(plan, early=early_share(plan.transfer, num_pairs, context))
+            self._made[context.layer] = context, plan
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:
@@ -220,28 +203,6 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         in_pass = self.settings.rematerialize or self.settings.planned_from == "each"
         rematerialize = bool(in_pass) or self._is_unmeasured(context)
         return self.plan_of(placement, context, rematerialize=rematerialize)
-
-    def _policy(
-        self, plan: LayerPlan, context: LayerContext, history: LoadHistory, since: int = 0
-    ) -> DispatchPolicy:
-        """Whether the device shares tokens out evenly or by exact counts (ours), once for each search.
-
-        Exact dispatch makes device loads even in every micro-batch, but takes another gather of counts and
-        the time to compute shares. The price underestimates that all ranks wait for each other once more, so
-        exact dispatch must save :data:`LEAST_SAVING` of the modelled seconds. What counts is the mean of
-        single micro-batches of the last iteration, because their sum hides how loads drift.
-        """
-        # Tokens that are sent once are priced as if they were divided evenly.
-        if context.shares_evenly or context.costs.sent_choices is not None or history.is_empty:
-            return "even"
-        placement, known = plan.placement, self._policies.get(context.layer)
-        if known is not None and known.placement is placement and known.since == since:
-            return known.policy
-        counts = history.iterations_like(MOST_PRICED)
-        if known is None or known.placement is not placement or not np.array_equal(known.counts, counts):
-            known = _Policy(placement, since, counts, _cheaper_policy(plan, counts, context))
-        self._policies[context.layer] = known._replace(since=since)
-        return known.policy
 
     def reshards_at(self, iteration: int) -> bool:
         """Whether owners are reconsidered now: by the clock if seconds decide, otherwise at the interval."""
@@ -300,14 +261,20 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         return self._searches.searched(replace(context, owner_E=owner_E), load_DE).planned_s
 
 
-def _cheaper_policy(plan: LayerPlan, counts: Sequence[np.ndarray], context: LayerContext) -> DispatchPolicy:
-    """Exact shares, if they save enough of the mean seconds of iterations ``[D, E]``; otherwise even ones."""
-    even = [plan_price(plan, counts_DE, context) for counts_DE in counts]
-    even_s = sum(price.seconds for price in even)
-    # Loads cannot become more than level.
-    level_s = context.costs.pair_s * sum(float(c.sum()) for c in counts) / context.num_devices
-    if sum(price.experts_s for price in even) - level_s <= LEAST_SAVING * even_s:
-        return "even"
-    exact = replace(plan, dispatch_policy="exact")
-    exact_s = sum(plan_price(exact, counts_DE, context).seconds for counts_DE in counts)
-    return "exact" if exact_s < (1 - LEAST_SAVING) * even_s else "even"
+def with_cheaper_shares(plan: LayerPlan, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    """The plan, in which the device shares tokens out evenly or by exact counts (ours).
+
+    Exact dispatch makes device loads even in every micro-batch, but takes another gather of counts and the
+    time to compute shares. The price underestimates that all ranks wait for each other once more, so exact
+    dispatch must save :data:`LEAST_SAVING` of the modelled seconds. What counts are single micro-batches of
+    the last iteration, because their sum hides how loads drift.
+    """
+    # Tokens that are sent once are priced as if they were divided evenly.
+    is_possible = context.costs.sent_choices is None and not context.shares_evenly
+    if not is_possible or history.is_empty:
+        return plan
+    exact, counts = replace(plan, dispatch_policy="exact"), history.iterations_like(MOST_PRICED)
+    even_s, exact_s = (
+        sum(plan_price(one, counts_DE, context).seconds for counts_DE in counts) for one in (plan, exact)
+    )
+    return exact if exact_s < (1 - LEAST_SAVING) * even_s else plan

@@ -15,7 +15,7 @@ from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_sear
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 RENEWAL = 16
-"""Iterations after which a layer's replicas are searched again in any case.
+"""Iterations after which a layer's replicas are searched again, unless its loads are still the same.
 
 Slow changes of the loads can make a much better placement possible without making the present one worse.
 """
@@ -24,16 +24,14 @@ Slow changes of the loads can make a much better placement possible without maki
 class SearchResult(NamedTuple):
     """A layer's placement, used last after ``number`` iterations, and what its search promised.
 
-    It was searched after ``since`` iterations. Its replicas have the given life. ``planned_s`` and
-    ``plain_s`` are the layer's modelled seconds with and without them. It was last compared with ``load_DE``.
+    Its replicas have the given life. It was searched for ``load_DE``, and ``planned_s`` are the modelled
+    seconds of the layer.
     """
 
     placement: ExpertPlacement
     life: ReplicaLife
-    since: int
     number: int
     planned_s: float
-    plain_s: float
     profile: LayerProfile
     load_DE: np.ndarray
 
@@ -48,8 +46,6 @@ class KeptSearches:
     def __init__(self, slots_by_life: Callable[[LayerContext], dict[ReplicaLife, int]], hides: bool) -> None:
         self._slots_by_life, self._hides = slots_by_life, hides
         self._kept: dict[int, SearchResult] = {}
-        self._searches: dict[int, tuple[LayerContext, SearchResult | None, SearchResult]] = {}
-        """Each layer's last search: its context, its seed, and its result."""
 
     def of(self, context: LayerContext, load_DE: np.ndarray, number: int) -> SearchResult:
         """The placement of the iteration before while it holds its promise, or that of a new search.
@@ -66,12 +62,15 @@ class KeptSearches:
         if (
             kept is not None
             and kept.profile is context.profile
-            and (number + context.layer) % RENEWAL
-            and (_is_equal(load_DE, kept.load_DE) or self._holds(kept, context, load_DE))
+            and (
+                load_DE is kept.load_DE
+                or np.array_equal(load_DE, kept.load_DE)
+                or ((number + context.layer) % RENEWAL and self._holds(kept, context, load_DE))
+            )
         ):
-            result = kept._replace(number=number, load_DE=load_DE)
+            result = kept._replace(number=number)
         else:
-            result = self._renewed(context, load_DE, number, kept)
+            result = self.searched(context, load_DE, number, kept)
         self._kept[context.layer] = result
         return result
 
@@ -83,7 +82,7 @@ class KeptSearches:
         Replicas of a pass travel more often than those that stay. So they are tried only where those that may
         stay are too few.
         """
-        best = None
+        best: SearchResult | None = None
         for life, slots in self._slots_by_life(context).items():
             search, start = self._search(context, load_DE, life), None
             if kept is not None and kept.life is life and kept.placement.replicas_per_device_D.max() <= slots:
@@ -92,46 +91,18 @@ class KeptSearches:
                 slots=slots, most_replicated=context.num_experts, start=start
             )
             if best is None or seconds < (1 - LEAST_SAVING) * best.planned_s:
-                of_loads = (seconds, search.plain_s, context.costs, load_DE)
-                best = SearchResult(placement, life, number, number, *of_loads)
+                best = SearchResult(placement, life, number, seconds, context.costs, load_DE)
             if placement.replicas_per_device_D.max() < slots:
                 break
         assert best is not None
         return best
 
-    def _renewed(
-        self, context: LayerContext, load_DE: np.ndarray, number: int, kept: SearchResult | None
-    ) -> SearchResult:
-        """A new search from a seed, unless it would repeat the last one."""
-        if (last := self._searches.get(context.layer)) is not None:
-            of_context, seed, result = last
-            if of_context is context and _same_seed(seed, kept) and _is_equal(result.load_DE, load_DE):
-                return result._replace(since=number, number=number)
-        result = self.searched(context, load_DE, number, kept)
-        self._searches[context.layer] = context, kept, result
-        return result
-
     def _holds(self, kept: SearchResult, context: LayerContext, load_DE: np.ndarray) -> bool:
         """Whether a placement still costs what its search promised."""
-        search = self._search(context, load_DE, kept.life)
-        seconds = search.seconds(kept.placement)
-        if seconds - kept.planned_s > LEAST_SAVING * seconds:
-            return False
-        # Loads that cost less lower the promise in proportion.
-        promised_s = kept.planned_s * min(1.0, search.plain_s / max(kept.plain_s, 1e-12))
-        return seconds - promised_s <= LEAST_SAVING * seconds
+        seconds = self._search(context, load_DE, kept.life).seconds(kept.placement)
+        return seconds - kept.planned_s <= LEAST_SAVING * seconds
 
     def _search(self, context: LayerContext, load_DE: np.ndarray, life: ReplicaLife) -> LayerSearch:
         return layer_search(
             *(context.owner_E, load_DE, context.topology, context.costs), life=life, hides=self._hides
         )
-
-
-def _is_equal(load_DE: np.ndarray, other_DE: np.ndarray) -> bool:
-    return load_DE is other_DE or np.array_equal(load_DE, other_DE)
-
-
-def _same_seed(before: SearchResult | None, now: SearchResult | None) -> bool:
-    if before is None or now is None:
-        return before is now
-    return before.life is now.life and before.placement == now.placement

@@ -46,15 +46,11 @@ MOST_COMPARED = 0.01
 
 
 class _Planned(NamedTuple):
-    """What the past planned for the iteration after the first ``number`` ones, by which forecast.
-
-    It is the same as for ``num_same`` iterations before, whose counts were the same as well.
-    """
+    """What the past planned for the iteration after the first ``number`` ones, by which forecast."""
 
     number: int
     plan: LayerPlan
     forecast_DE: np.ndarray
-    num_same: int = 0
 
 
 class SourceChoice:
@@ -74,29 +70,17 @@ class SourceChoice:
         ``slots`` are the most replicas on a device with plans of a source, 0 if it is impossible.
         """
         known, number = self._planned, history.num_seen
-        num_same, row, follows = 0, None, known is not None and known.number == number - 1
-        if known is not None and follows and known.plan is past and history.repeats:
-            num_same = known.num_same + 1
-        self._planned = _Planned(number, past, history.forecast_DE(), num_same)
-        if num_same > WINDOW:  # All compared iterations are alike.
-            return SOURCES[self._chosen]
-        if known is not None and follows and _same_owners(known.plan, context):
-            before_s = self._saved[-1][0] if self._saved else None
-            row = _saved_s(known, history, context, slots, before_s)
-        if row is not None:
-            self._saved.append(row)
-            self._choose()
+        self._planned = _Planned(number, past, history.forecast_DE())
+        if history.repeats:  # All compared iterations were as forecast.
+            self._chosen = 0
+        elif known is not None and known.number == number - 1 and _same_owners(known.plan, context):
+            row = _saved_s(known, history, context, slots, self._saved[-1][0] if self._saved else None)
+            if row is not None:
+                self._saved.append(row)
+                all_s = sum(one_s for one_s, _ in self._saved)
+                least_S = LEAST_GAIN * all_s * np.array([0, 1, 1])
+                self._chosen = int(np.argmax(sum(one_S for _, one_S in self._saved) - least_S))
         return SOURCES[self._chosen]
-
-    def _choose(self) -> None:
-        saved_S = np.sum([one_S for _, one_S in self._saved], axis=0) / sum(one_s for one_s, _ in self._saved)
-        # So layers do not change to and fro.
-        saved_S[self._chosen] += LEAST_GAIN / 2
-        best = 0
-        for source in range(1, len(SOURCES)):
-            if saved_S[source] > saved_S[best] + LEAST_GAIN:
-                best = source
-        self._chosen = best
 
 
 def _same_owners(plan: LayerPlan, context: LayerContext) -> bool:

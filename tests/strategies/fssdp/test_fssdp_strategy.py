@@ -9,7 +9,7 @@ from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp import FssdpSettings
-from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy, with_cheaper_shares
 from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 from tests.support.random_placement import with_replicas
@@ -85,7 +85,7 @@ UNEVEN = hot_counts_DE(3, 2)
 
 
 def policy_of(plan: LayerPlan, context: LayerContext, *counts: np.ndarray) -> str:
-    return FssdpStrategy(FssdpSettings())._policy(plan, context, history_of(*counts))
+    return with_cheaper_shares(plan, context, history_of(*counts)).dispatch_policy
 
 
 def test_every_micro_batch_pays_for_its_shares() -> None:
@@ -109,10 +109,12 @@ def test_every_micro_batch_pays_for_its_shares() -> None:
 
 
 def test_exact_shares_are_used_where_they_pay_and_decided_once_for_a_placement() -> None:
-    strategy = FssdpStrategy(FssdpSettings())
-    assert strategy._policy(SHARED, SLOW, history_of(UNEVEN)) == "exact"
-    assert strategy._policy(SHARED, SLOW, history_of(np.full_like(UNEVEN, 7))) == "exact"
-    assert strategy._policy(plan_with((3, 5)), SLOW, history_of(np.zeros_like(UNEVEN))) == "even"
+    assert policy_of(SHARED, SLOW, UNEVEN) == "exact"
+    assert policy_of(SHARED, SLOW, np.zeros_like(UNEVEN)) == "even"
+    strategy = FssdpStrategy(FssdpSettings(slots=1, planned_from="past"))
+    plans = [strategy.before_gate(SLOW, history_of(*[UNEVEN] * number)) for number in (1, 2, 3)]
+    assert plans[0].placement.num_replicas
+    assert plans[0] is plans[1] is plans[2]
     small = dataclasses.replace(PROFILE, flops_per_token=1.0, token_bytes=1)
     fast = dataclasses.replace(CONTEXT, profile=small)
     assert policy_of(SHARED, fast, UNEVEN // 10) == "even", "the shares take longer than they save"
@@ -172,7 +174,7 @@ def test_single_micro_batches_decide_and_equal_ones_decide_as_their_sum() -> Non
         ]
         policies.append(tuple(plan.dispatch_policy for plan in plans))
         known, alone = (
-            FssdpStrategy(FssdpSettings())._policy(plans[0], context, history)
+            with_cheaper_shares(plans[0], context, history).dispatch_policy
             for history in (history_with(equal), history_of(total))
         )
         assert known == alone

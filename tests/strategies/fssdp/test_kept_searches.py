@@ -32,10 +32,11 @@ class Iterations:
         return is_new
 
 
-def test_equal_loads_are_searched_once_in_an_interval() -> None:
-    iterations = Iterations()
-    searched = [number for number in range(2 * RENEWAL) if iterations.searches(hot_counts_DE(3))]
-    assert searched == [0, RENEWAL - LAYER, 2 * RENEWAL - LAYER]
+def test_loads_are_searched_once_in_an_interval_and_equal_ones_once() -> None:
+    for more, wanted in ((1, [0, RENEWAL - LAYER, 2 * RENEWAL - LAYER]), (0, [0])):
+        iterations = Iterations()
+        loads = (hot_counts_DE(3, pairs=3_000 + more * number) for number in range(2 * RENEWAL))
+        assert [number for number, load_DE in enumerate(loads) if iterations.searches(load_DE)] == wanted
 
 
 def test_loads_that_break_the_promise_are_searched() -> None:
