@@ -65,9 +65,7 @@ class SlotStack(LayerStack):
         if self._selector is not None:
             report = self._selector.select(self.runtime.layers, self._num_done)
             if report is not None and report.changes and dist.get_rank() == 0:
-                print(
-                    f"[testbed] auto, after {self._num_done} iterations: {report.describe()[-1]}", flush=True
-                )
+                print(f"[testbed] auto, after {self._num_done} iterations: {report.describe()}", flush=True)
         self.parameters = self._moves.before(self._num_done)
         self._num_done += 1
         self._ran = [[] for _ in self._ran]

@@ -97,24 +97,12 @@ class RunSession:
 
 
 @dataclass(frozen=True)
-class SeenGain:
-    """The last change of strategies, checked with the iterations since."""
-
-    predicted_s: _Difference  # modelled seconds that the change should save in an iteration
-    before_s: _Figure  # median seconds of the iterations before the change
-    after_s: _Figure  # and of those since the change; the loads can also have changed
-    is_slower: bool  # iterations clearly take longer, so that the change is taken back
-
-
-@dataclass(frozen=True)
 class SelectionMetrics:
     """One selection of ``auto`` for the layers of a pipeline stage, before an iteration."""
 
     stage: Count  # from 0
     changed: tuple[Count, ...]  # Megatron's numbers of the layers that got another strategy, in order
     predicted_s: _Difference  # modelled seconds that these changes save in an iteration
-    iteration_s: _Figure | None = None  # median of the iterations before; None if they were not measured
-    seen: SeenGain | None = None  # what the change before this selection saved; None: not comparable
 
 
 @dataclass(frozen=True)

@@ -69,31 +69,34 @@ def placement_section(runs: Sequence[ShownRun]) -> Section:
         parts.append(Table(header, rows))
         parts.append(
             "Predicted: modelled milliseconds of an iteration that the change saves. Seen: by how much the "
-            "median iteration became shorter until auto reconsidered. The loads can have changed."
+            "median iteration became shorter until the next change. The loads can have changed."
         )
     return Section(title, sentence, parts)
 
 
 def _selections(one: ShownRun) -> Iterator[tuple[str, ...]]:
     """Yield ``auto``'s changes: when, which layers, the new strategy, predicted and seen gain."""
-    selections = [(record, made) for record in one.run.metrics for made in record.selections]
-    for number, (record, change) in enumerate(selections):
-        if not change.changed:
-            continue
-        chosen = {layer.strategy or "–": 0 for layer in record.layers if layer.layer in change.changed}
-        later = (one.seen for _, one in selections[number + 1 :] if one.stage == change.stage)
-        gain, seen = "not known", next(later, None)
-        if seen is not None:
-            gain = _gain(seen.before_s - seen.after_s, seen.before_s) + "; taken back" * seen.is_slower
-        yield (
-            f"{one.name}, iteration {record.iteration:,}",
-            ", ".join(map(str, change.changed)),
-            ", ".join(chosen),
-            _gain(change.predicted_s, change.iteration_s),
-            gain,
+    records = one.run.metrics
+    changes = [i for i, record in enumerate(records) if any(made.changed for made in record.selections)]
+    for before, here, after in zip([0, *changes], changes, [*changes[1:], len(records)], strict=False):
+        # The first iteration after a change allocates memory and fills caches.
+        seconds = (
+            [record.iteration_s for record in records[i + 1 : j]] for i, j in ((before, here), (here, after))
         )
+        before_s, after_s = (float(np.median(of_some)) if of_some else np.nan for of_some in seconds)
+        record, gain_s = records[here], before_s - after_s
+        for made in record.selections:
+            if made.changed:
+                chosen = {layer.strategy or "–": 0 for layer in record.layers if layer.layer in made.changed}
+                yield (
+                    f"{one.name}, iteration {record.iteration:,}",
+                    ", ".join(map(str, made.changed)),
+                    ", ".join(chosen),
+                    _gain(made.predicted_s, before_s),
+                    "not known" if np.isnan(gain_s) else _gain(gain_s, before_s),
+                )
 
 
-def _gain(seconds: float, iteration_s: float | None) -> str:
-    share = f" ({seconds / iteration_s:.1%})" if iteration_s else ""
+def _gain(seconds: float, iteration_s: float) -> str:
+    share = "" if np.isnan(iteration_s) else f" ({seconds / iteration_s:.1%})"
     return f"{1e3 * seconds:.3g} ms{share}"

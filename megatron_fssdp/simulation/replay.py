@@ -110,7 +110,7 @@ def replay_strategy(
         if selecting(strategy):
             is_measured = contexts[0].profile is not None
             if strategy.selects_at(iteration, histories[0].num_seen if is_measured else 0):
-                strategy.select(numbers, strategy.price(contexts, histories), None)
+                strategy.select(numbers, strategy.price(contexts, histories))
         before = [context.placement for context in contexts]
         moved = moved_before(strategy, iteration, partial(StageLoads.of, contexts, histories), owners)
         if isinstance(moved, OwnerMap):

@@ -10,7 +10,6 @@ from megatron_fssdp.records.metrics import (
     Evaluation,
     IterationMetrics,
     MetricsWriter,
-    SeenGain,
     SelectionMetrics,
     append_evaluation,
     read_metrics,
@@ -125,22 +124,23 @@ def test_loads_between_micro_batches_are_shown(tmp_path: Path) -> None:
 
 
 def test_predicted_and_seen_gains_of_auto_are_shown(tmp_path: Path) -> None:
-    folder = write_made_run(tmp_path / "auto", "auto")
+    folder = write_made_run(tmp_path / "auto", "auto", num_iterations=8)
     records = read_metrics(folder)
     selections = {
-        2: SelectionMetrics(0, (1, 2), 0.05, 1.0),
-        4: SelectionMetrics(0, (2,), 0.01, 0.9, SeenGain(0.05, 1.0, 0.9, is_slower=False)),
-        5: SelectionMetrics(0, (), 0.0, 1.2, SeenGain(0.01, 0.9, 1.2, is_slower=True)),
+        3: SelectionMetrics(0, (1, 2), 0.05),
+        4: SelectionMetrics(0, (), 0.0),
+        6: SelectionMetrics(0, (2,), 0.01),
     }
+    seconds = (9.0, 1.0, 9.0, 0.8, 1.0, 9.0, 1.2, 1.2)
     (folder / "metrics.jsonl").unlink()
     writer = MetricsWriter(folder)
-    for record in records:
+    for record, iteration_s in zip(records, seconds, strict=True):
         chosen = (selections[record.iteration],) if record.iteration in selections else ()
         layers = tuple(replace(layer, strategy="fssdp") for layer in record.layers)
-        writer.append(replace(record, layers=layers, selections=chosen))
+        writer.append(replace(record, layers=layers, selections=chosen, iteration_s=iteration_s))
     text = page_of(folder).texts[REPLICAS]
-    assert re.search(r"auto, iteration 2\s*1, 2\s*fssdp\s*50 ms \(5.0%\)\s*100 ms \(10.0%\)", text)
-    assert re.search(r"auto, iteration 4\s*2\s*fssdp\s*10 ms \(1.1%\)\s*-300 ms \(-33.3%\); taken back", text)
+    assert re.search(r"auto, iteration 3\s*1, 2\s*fssdp\s*50 ms \(5.0%\)\s*100 ms \(10.0%\)", text)
+    assert re.search(r"auto, iteration 6\s*2\s*fssdp\s*10 ms \(1.1%\)\s*-300 ms \(-33.3%\)", text)
 
 
 @pytest.mark.parametrize("num_iterations", [1, 900])

@@ -126,8 +126,8 @@ class IterationDriver:
             self.selection = self._selector.select(session.slots.layers, iteration)
         if self.selection is not None:
             self.runtime.drop_plans()
-            for line in self.selection.describe() if reports_for_stage() else ():
-                logger.info(f"[fssdp] auto, after iteration {iteration}: {line}")
+            if reports_for_stage():
+                logger.info(f"[fssdp] auto, after iteration {iteration}: {self.selection.describe()}")
         session.slots.move_to_saved()
         self.reshard = self._moved(iteration)
 
@@ -173,8 +173,6 @@ class IterationDriver:
 
     def end(self) -> list[LayerLoad]:
         """End an iteration after the optimizer step, and return what each layer did."""
-        if self._selector is not None:
-            self._selector.note(time.perf_counter() - self._began_s)
         if self._session.strategy.travel.exchange == "by_price":
             self._tell_exchange()
         plans = [layer.passes.plan for layer in self.runtime.layers]

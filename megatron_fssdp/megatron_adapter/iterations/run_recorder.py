@@ -27,7 +27,6 @@ from megatron_fssdp.records.metrics import (
     MetricsWriter,
     PassMetrics,
     RunSession,
-    SeenGain,
     SelectionMetrics,
 )
 from megatron_fssdp.records.placements import PlacementsWriter
@@ -155,7 +154,9 @@ class RunRecorder:
                 flops=self._host.flops(batch_size),
                 session=session,
                 selections=tuple(
-                    _selection(stage.stage, stage.selection) for stage in stages if stage.selection
+                    SelectionMetrics(stage.stage, stage.selection.changes, stage.selection.saving_s)
+                    for stage in stages
+                    if stage.selection
                 ),
             )
             self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
@@ -226,15 +227,6 @@ def _layer_metrics(load: LayerLoad, before_E: np.ndarray | None) -> LayerMetrics
 
 def _pass_metrics(seconds: PassSeconds) -> PassMetrics | None:
     return PassMetrics(**asdict(seconds)) if seconds.is_measured else None
-
-
-def _selection(stage: int, report: SelectionReport) -> SelectionMetrics:
-    seen = report.seen
-    median_s = report.measured.median_s if report.measured else None
-    gain = None
-    if seen is not None:
-        gain = SeenGain(seen.predicted_s, seen.before.median_s, seen.after.median_s, seen.is_slower)
-    return SelectionMetrics(stage, report.changes, report.saving_s, median_s, gain)
 
 
 def _write_to_boards(

@@ -1,7 +1,6 @@
 """Selects the strategies of all layers of a pipeline stage under ``auto``, the same on all ranks."""
 
 import sys
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,11 +9,11 @@ import torch.distributed as dist
 
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
-from megatron_fssdp.strategies.auto.selection_report import IterationSpread, SelectionReport
+from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 
 
 class StrategySelector:
-    """Asks ``auto`` at its interval to select strategies, and records how long iterations took since.
+    """Asks ``auto`` at its interval to select strategies.
 
     Ranks of the groups must select the same strategies: first the expert-parallel group, then those of ranks
     that share experts or owners. ``device`` has the tensors for collectives.
@@ -24,11 +23,6 @@ class StrategySelector:
         self, strategy: AutoStrategy, groups: Sequence[dist.ProcessGroup], device: torch.device
     ) -> None:
         self._strategy, self._groups, self._device = strategy, groups, device
-        self._seconds: deque[float] = deque(maxlen=200)
-
-    def note(self, seconds: float) -> None:
-        """Record the seconds that an iteration took on this rank."""
-        self._seconds.append(seconds)
 
     def select(self, layers: Sequence[SlotLayer], iteration: int) -> SelectionReport | None:
         """Reconsider strategies if the strategy does so after ``iteration`` complete iterations.
@@ -51,22 +45,9 @@ class StrategySelector:
         )
         seconds_LC = np.zeros((len(layers), prices.shape[1]))
         seconds_LC[own] = prices
-        # The first iteration after a change is left out: it allocates memory and fills caches.
-        spread = IterationSpread.of(list(self._seconds)[1:])
-        measured = [0.0, 0.0, 0.0] if spread is None else [spread.low_s, spread.median_s, spread.high_s]
-        agreed = torch.from_numpy(np.concatenate([seconds_LC.ravel(), measured])).to(self._device)
+        agreed_LC = torch.from_numpy(seconds_LC).to(self._device)
         for group in self._groups:
-            # Ranks with copies of the experts have other loads and clocks. The largest seconds count, because
-            # the other ranks wait for the slowest.
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-        numbers = agreed.cpu().numpy()
-        if spread is not None:
-            spread = IterationSpread(spread.num_seen, *numbers[-3:].tolist())
-        report = self._strategy.select(
-            [layer.context.layer for layer in layers],
-            numbers[:-3].reshape(seconds_LC.shape),
-            spread,
-        )
-        if report.changes:
-            self._seconds.clear()
-        return report
+            # Ranks with copies of the experts have other loads. The largest seconds count, because the other
+            # ranks wait for the slowest.
+            dist.all_reduce(agreed_LC, op=dist.ReduceOp.MAX, group=group)
+        return self._strategy.select([layer.context.layer for layer in layers], agreed_LC.cpu().numpy())

@@ -20,12 +20,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.auto import AutoSettings
-from megatron_fssdp.strategies.auto.selection_report import (
-    LEAST_SEEN,
-    IterationSpread,
-    SeenSaving,
-    SelectionReport,
-)
+from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, exchange_s, plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import MovesOwners, Strategy, mistakes_named
@@ -37,12 +32,6 @@ COMPARED_ITERATIONS = 3
 
 LEAST_GAIN = 0.03
 """Share of a layer's modelled seconds that a change must save; the model knows them no better."""
-
-LEAST_OF_ITERATION = 0.01
-"""Fraction of a measured iteration that all changes together must save; otherwise no change is made."""
-
-BARRED_SELECTIONS = 5
-"""Number of selections in which a layer cannot change to a strategy that made iterations slower."""
 
 
 class AutoStrategy(MovesOwners[AutoSettings]):
@@ -66,8 +55,6 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         self.moves_owners = any(candidate.moves_owners for candidate in candidates.values())
         self._selected: dict[int, str] = {}
         self._has_selected = self._reshard_due = False
-        self._last_change: SelectionReport | None = None
-        self._barred: dict[tuple[int, str], int] = {}
 
     def may_replicate(self, layer: int) -> bool:
         """Whether the layer's selected strategy may replicate experts."""
@@ -136,9 +123,8 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         It is due as soon as costs are measured, and then at the interval. ``num_known`` of the iterations
         were run by this process; it is 0 until costs are measured.
         """
-        # The first iteration is cold, and a change needs enough iterations before it for quartiles.
         is_due = not self._has_selected or iteration % self.settings.choice_interval == 0
-        return num_known > LEAST_SEEN and is_due
+        return num_known > COMPARED_ITERATIONS and is_due
 
     def price(self, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> np.ndarray:
         """Modelled seconds of an iteration of each layer under every candidate, float ``[L, C]``.
@@ -151,51 +137,23 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         seconds_LC = [[self._price(name, *layer) for name in self.candidates] for layer in layers]
         return np.reshape(seconds_LC, (len(contexts), len(self.candidates)))
 
-    def select(
-        self, layers: Sequence[int], seconds_LC: np.ndarray, since_change: IterationSpread | None
-    ) -> SelectionReport:
-        """Reconsider the strategies of a pipeline stage's layers.
+    def select(self, layers: Sequence[int], seconds_LC: np.ndarray) -> SelectionReport:
+        """Reconsider the strategies of a pipeline stage's layers, by the results of :meth:`price`.
 
-        If the last change made iterations slower, it is reverted first, and barred for
-        :data:`BARRED_SELECTIONS` selections. Ranks that share owners give equal results of :meth:`price` and
-        equal times since the last change.
+        Ranks that share owners give equal results.
         """
-        self._has_selected = True
-        seen, last, names = self._seen(since_change), self._last_change, list(self.candidates)
+        self._has_selected, names = True, list(self.candidates)
         before = {layer: self.selected(layer) for layer in layers}
-        self._barred = {key: left - 1 for key, left in self._barred.items() if left > 1}
-        is_slower = seen is not None and seen.is_slower
-        if is_slower and last is not None:
-            for layer in last.changes:
-                self._barred[layer, before[layer]] = BARRED_SELECTIONS
-                self._selected[layer] = last.before[layer]
         before_L = np.array([names.index(name) for name in before.values()])
-        present_L = np.array([names.index(self.selected(layer)) for layer in layers])
-        barred_LC = np.array([[(layer, name) in self._barred for name in names] for layer in layers])
-        selected_L = select_by_seconds(seconds_LC, present_L, barred_LC)
-        changed = np.flatnonzero(selected_L != before_L)
+        selected_L = select_by_seconds(seconds_LC, before_L)
+        (changed,) = np.nonzero(selected_L != before_L)
         saved_L = seconds_LC[changed, before_L[changed]] - seconds_LC[changed, selected_L[changed]]
-        saving_s, left_s = float(sum(saved_L)), 0.0
-        is_little = since_change is not None and saving_s < LEAST_OF_ITERATION * since_change.median_s
-        if is_little and not is_slower:
-            selected_L, left_s, saving_s = before_L, saving_s, 0.0
         selected = {layer: names[index] for layer, index in zip(layers, selected_L, strict=True)}
-        report = SelectionReport(before, selected, saving_s, since_change, seen, left_s)
+        report = SelectionReport(before, selected, float(sum(saved_L)))
         for layer in report.changes:
             self._selected[layer] = selected[layer]
             self._reshard_due |= self.candidates[selected[layer]].moves_owners
-        if report.changes or seen is not None:
-            self._last_change = report if report.changes else None
         return report
-
-    def _seen(self, since_change: IterationSpread | None) -> SeenSaving | None:
-        """Saving of the last change; ``None`` if there is nothing to compare."""
-        last = self._last_change
-        if last is None or last.measured is None or since_change is None:
-            return None
-        if min(last.measured.num_seen, since_change.num_seen) < LEAST_SEEN:
-            return None
-        return SeenSaving(last.saving_s, last.measured, since_change)
 
     def serves(self, name: str, context: LayerContext) -> bool:
         """Whether a candidate can serve a layer."""
@@ -244,7 +202,7 @@ def _moving(candidate: Strategy) -> TypeGuard[MovesOwners]:
     return isinstance(candidate, MovesOwners) and candidate.moves_owners
 
 
-def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: np.ndarray) -> np.ndarray:
+def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray) -> np.ndarray:
     """Select for each layer the first candidate that is close to the fewest seconds, if it saves enough.
 
     Candidates that differ by less than the fraction :data:`LEAST_GAIN` are close: the model cannot tell them
@@ -252,10 +210,9 @@ def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray, barred_LC: 
     saves less. Seconds are infinite where a candidate cannot serve a layer. Candidates are indices ``[L]``.
     """
     layers = np.arange(len(seconds_LC))
-    allowed_LC = np.where(barred_LC, np.inf, seconds_LC)
-    close_LC = allowed_LC <= (1 + LEAST_GAIN) * allowed_LC.min(axis=1, keepdims=True)
+    close_LC = seconds_LC <= (1 + LEAST_GAIN) * seconds_LC.min(axis=1, keepdims=True)
     best_L = close_LC.argmax(axis=1)
-    saves_L = allowed_LC[layers, best_L] < (1 - LEAST_GAIN) * seconds_LC[layers, present_L]
+    saves_L = seconds_LC[layers, best_L] < (1 - LEAST_GAIN) * seconds_LC[layers, present_L]
     return np.where(saves_L, best_L, present_L)
 
 

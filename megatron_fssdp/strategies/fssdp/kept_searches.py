@@ -15,9 +15,10 @@ from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_sear
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 RENEWAL = 16
-"""Iterations after which a layer's replicas are searched again, unless its loads are still the same.
+"""Iterations after which a layer's replicas are searched again in any case.
 
-Slow changes of the loads can make a much better placement possible without making the present one worse.
+Slow changes of the loads can make a much better placement possible without making the present one worse, and
+another search, from the present one, may find a better one for the same loads.
 """
 
 
@@ -25,7 +26,7 @@ class SearchResult(NamedTuple):
     """A layer's placement, used last after ``number`` iterations, and what its search promised.
 
     Its replicas have the given life. It was searched for ``load_DE``, and ``planned_s`` are the modelled
-    seconds of the layer.
+    seconds of the layer. If ``is_settled``, it was also the seed: no further search finds another one.
     """
 
     placement: ExpertPlacement
@@ -34,6 +35,7 @@ class SearchResult(NamedTuple):
     planned_s: float
     profile: LayerProfile
     load_DE: np.ndarray
+    is_settled: bool = False
 
 
 class KeptSearches:
@@ -62,11 +64,7 @@ class KeptSearches:
         if (
             kept is not None
             and kept.profile is context.profile
-            and (
-                load_DE is kept.load_DE
-                or np.array_equal(load_DE, kept.load_DE)
-                or ((number + context.layer) % RENEWAL and self._holds(kept, context, load_DE))
-            )
+            and self._serves(kept, context, load_DE, is_due=(number + context.layer) % RENEWAL == 0)
         ):
             result = kept._replace(number=number)
         else:
@@ -95,10 +93,18 @@ class KeptSearches:
             if placement.replicas_per_device_D.max() < slots:
                 break
         assert best is not None
+        if kept is not None and best.life is kept.life and best.placement == kept.placement:
+            return best._replace(placement=kept.placement, is_settled=True)
         return best
 
-    def _holds(self, kept: SearchResult, context: LayerContext, load_DE: np.ndarray) -> bool:
-        """Whether a placement still costs what its search promised."""
+    def _serves(
+        self, kept: SearchResult, context: LayerContext, load_DE: np.ndarray, *, is_due: bool
+    ) -> bool:
+        """Whether a placement still costs what its search promised, and no search is due."""
+        if load_DE is kept.load_DE or np.array_equal(load_DE, kept.load_DE):
+            return kept.is_settled or not is_due
+        if is_due:
+            return False
         seconds = self._search(context, load_DE, kept.life).seconds(kept.placement)
         return seconds - kept.planned_s <= LEAST_SAVING * seconds
 

@@ -12,8 +12,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.auto import auto_strategy
-from megatron_fssdp.strategies.auto.auto_strategy import BARRED_SELECTIONS, AutoStrategy, select_by_seconds
-from megatron_fssdp.strategies.auto.selection_report import IterationSpread, SeenSaving
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, select_by_seconds
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 
@@ -38,17 +37,11 @@ def history_of(strategy: AutoStrategy, *counts_DE: np.ndarray) -> LoadHistory:
     return history
 
 
-def choose(strategy: AutoStrategy, *counts_DE: np.ndarray, since: IterationSpread | None = None) -> str:
+def choose(strategy: AutoStrategy, *counts_DE: np.ndarray) -> str:
     """Strategy of layer 1 after ``auto`` reconsiders it under these loads."""
     history = history_of(strategy, *counts_DE)
-    strategy.select([1], strategy.price([CONTEXT], [history]), since)
+    strategy.select([1], strategy.price([CONTEXT], [history]))
     return strategy.selected(1)
-
-
-def seconds(*values: float) -> IterationSpread:
-    found = IterationSpread.of(values)
-    assert found is not None
-    return found
 
 
 def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools() -> None:
@@ -112,7 +105,7 @@ def test_ranks_that_price_other_layers_make_equal_plans(seed: int) -> None:
     counts = [np.rint(HOT * rng.uniform(0.8, 1.2, size=(4, 8))).astype(np.int64) for _ in range(8)]
     seconds_LC = pricing.price([CONTEXT], [history_of(pricing, *counts[:4])])
     for strategy in (pricing, other):
-        strategy.select([1], seconds_LC, None)
+        strategy.select([1], seconds_LC)
         assert strategy.selected(1) == "fssdp"
     for number in range(4, len(counts)):
         history = history_of(pricing, *counts[:number])
@@ -136,7 +129,7 @@ def test_moving_experts_counts_in_the_price() -> None:
     dear = replace(CONTEXT, profile=replace(PROFILE, owned_bytes=10**9))
     strategy = automatic(**only, smartmoe={"reshard_interval": 10**6}, choice_interval=2)
     history = history_of(strategy, *[hot] * 6)
-    strategy.select([1], strategy.price([dear], [history]), None)
+    strategy.select([1], strategy.price([dear], [history]))
     assert strategy.selected(1) == "ep", "the seconds of the move are divided over two iterations"
 
 
@@ -153,44 +146,22 @@ def test_all_selected_candidates_are_asked_about_owners() -> None:
     assert asked == names
 
 
-def test_a_change_that_made_iterations_slower_is_reverted() -> None:
+def test_selections_are_told_in_one_line() -> None:
     strategy = automatic()
-    first = choose(strategy, *[HOT] * 6, since=seconds(1e-2, 1.1e-2, 1.2e-2, 1.3e-2))
-    assert first != "ep"
-    history = history_of(strategy, *[HOT] * 6)
-    prices = strategy.price([CONTEXT], [history])
-    slower = seconds(2e-2, 2.1e-2, 2.2e-2, 2.3e-2)
-    report = strategy.select([1], prices, slower)
-    assert report.seen is not None
-    assert report.seen.is_slower
-    assert report.seen.seen_s == pytest.approx(-1e-2)
-    assert strategy.selected(1) != first
-    assert "the change is reverted" in report.describe()[0]
-    for _ in range(BARRED_SELECTIONS - 1):
-        strategy.select([1], prices, seconds(1e-2))
-        assert strategy.selected(1) != first, "a reverted change is not repeated for a while"
-
-
-def test_a_change_that_helped_is_logged_as_such() -> None:
-    strategy = automatic()
-    choose(strategy, *[HOT] * 6, since=seconds(99.0, 99.0, 99.0, 99.0))
-    assert strategy.selected(1) == "ep", "milliseconds cannot be measured in iterations of a minute"
-    choose(strategy, *[HOT] * 6, since=seconds(2e-2, 2e-2, 2e-2, 2e-2))
-    assert strategy.selected(1) != "ep"
-    history = history_of(strategy, *[HOT] * 6)
-    report = strategy.select([1], strategy.price([CONTEXT], [history]), seconds(1.5e-2, 1.5e-2))
-    assert report.seen is None, "too few iterations to tell"
-    report = strategy.select([1], strategy.price([CONTEXT], [history]), seconds(*[1.5e-2] * 5))
-    assert report.seen is not None
-    assert not report.changes
-    lines = report.describe()
-    assert "and saved 25.0 % (5.00 ms): 20.0 ms before, 15.0 ms since" in lines[0]
-    assert lines[1].startswith("nothing changes: ")
+    contexts = [replace(CONTEXT, layer=layer) for layer in (1, 2, 4)]
+    histories = [history_of(strategy, *[counts_DE] * 6) for counts_DE in (HOT, HOT, EVEN)]
+    for prefix in ("selected: ", "nothing changes: "):
+        report = strategy.select([1, 2, 4], strategy.price(contexts, histories))
+        line = f"{prefix}{strategy.selected(1)} in layers 1-2, ep in layer 4"
+        assert report.describe().startswith(line)
+        is_first = prefix == "selected: "
+        assert report.changes == ((1, 2) if is_first else ())
+        assert ("new in layers 1-2; predicted gain" in report.describe()) == is_first
 
 
 def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
     strategy = automatic(choice_interval=10)
-    assert next(n for n in range(12) if strategy.selects_at(3, n)) == 5
+    assert next(n for n in range(12) if strategy.selects_at(3, n)) == 4
     choose(strategy, *[EVEN] * 6)
     assert not strategy.selects_at(11, 9)
     assert not strategy.selects_at(20, 0)
@@ -213,38 +184,16 @@ def test_keys_that_no_candidate_has_are_refused(keys: dict[str, object], message
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "is_slower"),
+    ("seconds", "present", "wanted"),
     [
-        ((1.0, 1.1, 1.2, 1.3), (1.4, 1.5, 1.6, 1.7), True),
-        ((1.4, 1.5, 1.6, 1.7), (1.0, 1.1, 1.2, 1.3), False),
-        ((1.0, 1.1, 1.2, 1.3), (1.1, 1.2, 1.3, 1.4), False),  # within the spread of iterations
-        ((1.0, 1.1, 1.2, 1.3), (9.0, 1.0, 9.0, 9.0, 9.0), True),  # one fast iteration proves nothing
+        ([10.0, 9.8, 9.9], 0, 0),  # 2 % counts as equal
+        ([10.0, 9.0, 8.9], 0, 1),  # the first of the strategies that count as equal
+        ([10.0, 9.0, 8.0], 0, 2),
+        ([8.1, 9.0, 8.0], 2, 2),  # a layer does not change back for an equal strategy
+        ([7.0, 9.0, 8.0], 2, 0),
+        ([10.0, np.inf, 11.0], 1, 0),  # the present strategy can no longer serve the layer
+        ([0.0, 0.0], 1, 1),
     ],
 )
-def test_slower_means_slower_than_the_others_seconds(
-    before: tuple[float, ...], after: tuple[float, ...], is_slower: bool
-) -> None:
-    assert seconds(4.0, 1.0, 2.0, 3.0, 5.0) == IterationSpread(5, 2.0, 3.0, 4.0)
-    assert SeenSaving(1.0, seconds(*before), seconds(*after)).is_slower is is_slower
-
-
-@pytest.mark.parametrize(
-    ("seconds", "present", "barred", "wanted"),
-    [
-        ([10.0, 9.8, 9.9], 0, (), 0),  # 2 % counts as equal
-        ([10.0, 9.0, 8.9], 0, (), 1),  # the first of the strategies that count as equal
-        ([10.0, 9.0, 8.0], 0, (), 2),
-        ([10.0, 9.0, 8.0], 0, (2,), 1),
-        ([10.0, 9.0, 8.0], 0, (1, 2), 0),
-        ([8.1, 9.0, 8.0], 2, (), 2),  # a layer does not change back for an equal strategy
-        ([7.0, 9.0, 8.0], 2, (), 0),
-        ([10.0, np.inf, 11.0], 1, (), 0),  # the present strategy can no longer serve the layer
-        ([0.0, 0.0], 1, (), 1),
-    ],
-)
-def test_selections_equal_those_worked_out_by_hand(
-    seconds: list[float], present: int, barred: tuple[int, ...], wanted: int
-) -> None:
-    barred_LC = np.array([[index in barred for index in range(len(seconds))]])
-    chosen_L = select_by_seconds(np.array([seconds]), np.array([present]), barred_LC)
-    assert chosen_L.tolist() == [wanted]
+def test_selections_equal_those_worked_out_by_hand(seconds: list[float], present: int, wanted: int) -> None:
+    assert select_by_seconds(np.array([seconds]), np.array([present])).tolist() == [wanted]

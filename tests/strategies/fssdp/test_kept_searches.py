@@ -1,11 +1,13 @@
 import dataclasses
+from typing import Any
 
 import numpy as np
+import pytest
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
-from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL, KeptSearches
+from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL, KeptSearches, SearchResult
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
@@ -18,25 +20,32 @@ class Iterations:
 
     def __init__(self, slots: int = 1) -> None:
         self.searched = KeptSearches(lambda _: {ReplicaLife.ITERATION: slots}, hides=True)
+        self.num_searches, search = 0, self.searched.searched
+
+        def counted(*args: Any) -> SearchResult:
+            self.num_searches += 1
+            return search(*args)
+
+        self.searched.searched = counted  # type: ignore[method-assign]
         self.slots = slots
         self.number = 0
         self.last: ExpertPlacement | None = None
 
     def searches(self, load_DE: np.ndarray, context: LayerContext = CONTEXT) -> bool:
         """Plan the next iteration; whether a search was made for it."""
-        context = dataclasses.replace(context, layer=LAYER)
+        context, before = dataclasses.replace(context, layer=LAYER), self.num_searches
         placement = self.searched.of(context, load_DE, self.number).placement
         assert placement.replicas_per_device_D.max() <= self.slots
-        is_new, self.last = placement is not self.last, placement
-        self.number += 1
-        return is_new
+        self.number, self.last = self.number + 1, placement
+        return self.num_searches > before
 
 
-def test_loads_are_searched_once_in_an_interval_and_equal_ones_once() -> None:
-    for more, wanted in ((1, [0, RENEWAL - LAYER, 2 * RENEWAL - LAYER]), (0, [0])):
-        iterations = Iterations()
-        loads = (hot_counts_DE(3, pairs=3_000 + more * number) for number in range(2 * RENEWAL))
-        assert [number for number, load_DE in enumerate(loads) if iterations.searches(load_DE)] == wanted
+@pytest.mark.parametrize("more", [0, 1])
+def test_loads_are_searched_once_in_an_interval_and_equal_ones_until_nothing_changes(more: int) -> None:
+    iterations = Iterations()
+    loads = (hot_counts_DE(3, pairs=3_000 + more * number) for number in range(3 * RENEWAL))
+    searched = [number for number, load_DE in enumerate(loads) if iterations.searches(load_DE)]
+    assert searched == [0, *(times * RENEWAL - LAYER for times in range(1, 4 if more else 2))]
 
 
 def test_loads_that_break_the_promise_are_searched() -> None:

@@ -66,7 +66,7 @@ def cheap_links() -> None:
     layer_profiling.measure_links = lambda *_: LinkSet(cost, cost, cost)
     fssdp_strategy.early_share = prophet_strategy.early_share = lambda *_: 0.4
     layer_planning.in_steps = in_turns
-    auto_strategy.LEAST_SEEN = 0
+    auto_strategy.COMPARED_ITERATIONS = 0
     auto_strategy.AutoStrategy.price = next_in_turn
     prophet_strategy.PROPHET_BALANCE, flexmoe_strategy.FLEXMOE_THRESHOLD = 0.1, 1.01
 
