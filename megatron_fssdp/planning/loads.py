@@ -128,11 +128,6 @@ class LoadHistory:
         """Whether no iteration has been appended yet."""
         return not self._latest
 
-    @property
-    def num_since_jump(self) -> int | None:
-        """Iterations since the loads jumped; ``None`` if all kept iterations are since then."""
-        return self._num_settled if self._num_settled < len(self._latest) else None
-
     def mean_DE(self) -> np.ndarray:
         """Mean counts of the window, float64 ``[D, E]``, zeros at first; Hecate's prediction (§4.2)."""
         return self._sum_DE / max(len(self._latest), 1)

@@ -6,7 +6,6 @@ Shape letters: L MoE layers, D devices, E experts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +30,6 @@ class StageLoads(NamedTuple):
     @classmethod
     def of(cls, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> "StageLoads":
         """The loads of layers whose experts have no copies."""
-        layers = zip(contexts, histories, strict=True)
-        contexts = [replace(context, num_since_jump=history.num_since_jump) for context, history in layers]
         total_LDE = np.stack([history.total_DE() for history in histories])
         return cls(contexts, total_LDE, max(len(histories[0]), 1))
 

@@ -35,8 +35,6 @@ class LayerContext:
         topology: Nodes of the layer's expert-parallel ranks.
         profile: Measured costs; ``None`` before they are measured.
         resident: Placement of owners and resident replicas; ``None`` if there are no resident replicas.
-        num_since_jump: Iterations since the layer's loads jumped, the fewest of all copies of the experts;
-            ``None`` if they did not jump lately, and outside :meth:`Strategy.reshard`.
         shares_evenly: Whether a CUDA graph contains the remap, so that holders must get equal parts, and
             nothing can be planned after the gate.
         delays_gradients: Whether weight gradients are computed after the experts' backward pass, so that
@@ -48,7 +46,6 @@ class LayerContext:
     topology: Topology
     profile: LayerProfile | None = None
     resident: ExpertPlacement | None = None
-    num_since_jump: int | None = None
     shares_evenly: bool = False
     delays_gradients: bool = False
 

@@ -193,6 +193,18 @@ def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
     assert by_seconds.reshard(contexts, load_LE, owners) is owners
 
 
+def test_owners_move_by_seconds_if_that_pays_until_the_next_re_shard() -> None:
+    owners, profile = OwnerMap.even(2, 8, 4), dataclasses.replace(measured(0.0), owned_bytes=10**8)
+    context = dataclasses.replace(CONTEXT, profile=profile)
+    load_LE = np.array([[5000.0, 4000, 100, 100, 100, 100, 100, 100]] * 2)
+    for interval, pays in ((1, False), (10**6, True)):
+        strategy = build_strategy("fssdp", FssdpSettings(slots=0, reshard_interval=interval))
+        for _ in range(2):
+            moved = strategy.reshard([context] * 2, load_LE, owners)
+            assert bool(owners.moves_to(moved)) == pays
+        assert strategy.reshard([context] * 2, np.ones((2, 8)), owners) is owners, "nothing is uneven"
+
+
 @pytest.mark.parametrize(
     ("slots", "is_graph", "asks"), [(2, False, True), (None, False, True), (2, True, False)]
 )

@@ -45,8 +45,6 @@ from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 logger = logging.getLogger(__name__)
 
-_NEVER = 2**62  # iterations since a jump of loads that has not been
-
 
 class IterationDriver:
     """Prepares, begins and ends the iterations of one model under a strategy.
@@ -268,7 +266,7 @@ class IterationDriver:
 
     def _loads_of_copies(self) -> StageLoads:
         # Expert-parallel groups with copies of the same experts must decide alike. All their loads count, and
-        # they plan with the topology of the first one and the latest jump of any.
+        # they plan with the topology of the first one.
         copies, layers = parallel_state.get_expert_data_parallel_group(), self._session.slots.layers
         total = torch.from_numpy(np.stack([layer.history.total_DE() for layer in layers])).to(self._device)
         dist.all_reduce(total, group=copies)
@@ -278,13 +276,7 @@ class IterationDriver:
         # A group that ran no micro-batches in an iteration knows fewer of them.
         num_known = torch.tensor(len(layers[0].history), device=self._device)
         dist.all_reduce(num_known, group=copies)
-        since_L = [layer.history.num_since_jump for layer in layers]
-        settled_L = torch.tensor([_NEVER if n is None else n for n in since_L], device=self._device)
-        dist.all_reduce(settled_L, op=dist.ReduceOp.MIN, group=copies)
-        contexts = [
-            replace(layer.context, topology=topology, num_since_jump=None if n == _NEVER else n)
-            for layer, n in zip(layers, settled_L.tolist(), strict=True)
-        ]
+        contexts = [replace(layer.context, topology=topology) for layer in layers]
         return StageLoads(contexts, total.cpu().numpy(), max(int(num_known), 1))
 
 

@@ -59,9 +59,9 @@ class FssdpSettings(SlotKeys):
     )
     reshard_interval: int = setting(
         100,
-        "Number of iterations between re-shards of all layers (Hecate Alg. 2). If overlap_degree is not "
-        "given, owners move only where that saves modelled seconds, and are reconsidered at intervals that "
-        "adapt, up to this one. 0 keeps Megatron's even owners.",
+        "Number of iterations between re-shards of all layers (Hecate Alg. 2). With planner 'balanced' and "
+        "without overlap_degree, owners move only if that saves more modelled seconds until the next one "
+        "than it takes. 0 keeps Megatron's even owners.",
         ge=0,
     )
 

@@ -6,13 +6,11 @@ Shape letters: D devices, E experts, L MoE layers.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.owner_moves import ReshardClock, paying_owners
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -40,16 +38,6 @@ WINDOW = 5
 """Length of the sliding window of loads, in iterations (Hecate §4.2, w)."""
 
 
-class _Resharded(NamedTuple):
-    """What Alg. 2 made last of owners and loads, and modelled seconds by layer and bytes of owners."""
-
-    owners: OwnerMap
-    profile: LayerProfile | None
-    load_LE: np.ndarray
-    new: OwnerMap
-    seconds: dict[tuple[int, bytes], float]
-
-
 class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings]):
     """``fssdp``: makes a new placement in each iteration, from the mean of the last :data:`WINDOW` loads."""
 
@@ -62,9 +50,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         self._searches = KeptSearches(self.slots_by_life, settings.overlap)
         self._made: dict[int, tuple[LayerContext, LayerPlan]] = {}
         """Each layer's last plan, which serves as long as its context and its placement do."""
-        self._resharded: _Resharded | None = None
+        self._stayed: tuple[OwnerMap, LayerProfile, np.ndarray] | None = None
+        """Owners, costs and loads for which no move paid last."""
         self._sources: dict[int, SourceChoice] = {}
-        self._clock = ReshardClock(WINDOW, settings.reshard_interval)
         self._goes_by_seconds = settings.overlap_degree is None and not self._is_hecate
         """Whether modelled seconds decide about replicas and owners once costs are measured."""
         is_limited = settings.slots is not None and settings.overlap_degree is not None
@@ -205,55 +193,37 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         return self.plan_of(placement, context, rematerialize=rematerialize)
 
     def reshards_at(self, iteration: int) -> bool:
-        """Whether owners are reconsidered now: by the clock if seconds decide, otherwise at the interval."""
-        if self._goes_by_seconds:
-            return self._clock.is_due(iteration)
+        """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
         return iteration > 0 and iteration % self.settings.reshard_interval == 0
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners from the recent loads of all layers together (Hecate §4.3, Alg. 2).
 
-        If modelled seconds decide, owners move only as far as this saves more seconds than the move takes.
-        Where loads have just jumped, they will jump again: such savings last only as long as the loads have
-        lasted.
+        If modelled seconds decide, owners move if this saves more of them until the next time than it takes.
         """
-        if not load_LE.any():
-            return owners
         profile, topology = contexts[0].profile, contexts[0].topology
-        known = self._resharded
-        if (
-            known is None
-            or known.owners is not owners
-            or known.profile is not profile
-            or not np.array_equal(known.load_LE, load_LE)
-        ):
-            degree = min(self.overlap_degree(context) for context in contexts)
-            new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=degree)
-            known = self._resharded = _Resharded(owners, profile, load_LE, new, {})
-        new, seconds = known.new, known.seconds
-        if not self._goes_by_seconds:
-            return new
-        if profile is None:  # Costs will be measured soon.
+        if not load_LE.any() or (self._goes_by_seconds and profile is None):  # Costs will be measured soon.
             return owners
-        lasting = self._clock.lasting_iterations
-
-        def layer_s(layer: int, owner_E: np.ndarray) -> float:
-            since_jump = contexts[layer].num_since_jump
-            share = 1.0 if since_jump is None else min(1.0, since_jump / lasting)
-            key = layer, owner_E.tobytes()
-            if key not in seconds:
-                seconds[key] = self._seconds(contexts[layer], owner_E, load_LE[layer])
-            return share * seconds[key]
-
-        paying = paying_owners(
-            owners,
-            new,
-            layer_s=layer_s,
-            moving_s=lambda to: exchange_s(owners.device_LE, to.device_LE, profile, topology),
-            num_iterations=lasting,
+        if self._stayed is not None:
+            old, costs, before_LE = self._stayed
+            if old is owners and costs is profile and np.array_equal(before_LE, load_LE):
+                return owners
+        degree = min(self.overlap_degree(context) for context in contexts)
+        new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=degree)
+        if not self._goes_by_seconds or profile is None:
+            return new
+        saved_s = sum(
+            self._seconds(context, old_E, load_E) - self._seconds(context, new_E, load_E)
+            for context, old_E, new_E, load_E in zip(
+                contexts, owners.device_LE, new.device_LE, load_LE, strict=True
+            )
+            if not np.array_equal(old_E, new_E)
         )
-        self._clock.reconsidered(moved=bool(owners.moves_to(paying)))
-        return paying
+        moving_s = exchange_s(owners.device_LE, new.device_LE, profile, topology)
+        if self.settings.reshard_interval * saved_s > moving_s:
+            return new
+        self._stayed = owners, profile, load_LE
+        return owners
 
     def _seconds(self, context: LayerContext, owner_E: np.ndarray, load_E: np.ndarray) -> float:
         """Modelled seconds with other owners and their replicas, if every source sends equally much."""
