@@ -3,10 +3,8 @@
 Device d of D has U slots, with the numbers d*U … d*U + U - 1. An expert is in at most one slot of a device.
 
 A share table belongs to one source. It is int64 ``[J, E]``, with J = ``ROWS``: the n-th token, from 0, that
-the source routes to expert e goes to slot ``table_JE[n % J, e]``. A policy of dispatch is another table.
-
-Rows are interleaved: if a column divides J into parts for c slots and a slot's share is p, then among the
-first n tokens, n ≤ J, the slot gets n·p tokens to within (1 + p·(c - 2)) / 2.
+the source routes to expert e goes to slot ``table_JE[n % J, e]``. Even dispatch and dispatch to owners are
+tables; exact shares are not.
 
 Shape letters: J rows of a share table, D devices, E experts, U slots of a device, P pairs of both.
 """
@@ -17,14 +15,11 @@ from functools import cached_property
 import numpy as np
 
 from megatron_fssdp.planning.arrays import frozen_array
-from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
 ROWS = 64
 """Rows of a share table, J: a power of two, so that the remainder ``n % J`` is a mask of bits."""
-
-_FINE, _SLOT_BITS, _TURN_BITS = 1 << 24, 22, 12  # parts of the numbers that are sorted to interleave rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,60 +126,3 @@ def owner_table(slots: SlotTable, placement: ExpertPlacement, source: int) -> np
     device_E = np.where(placement.present_ED[:, source], source, placement.owner_E)
     slot_E = slots.slot_ED[np.arange(placement.num_experts), device_E]
     return np.repeat(slot_E[None], ROWS, axis=0)
-
-
-def dispatch_table(
-    slots: SlotTable, dispatch: TokenDispatch, source: int, otherwise_JE: np.ndarray
-) -> np.ndarray:
-    """The table that follows any dispatch, of forecast or of exact counts, int64 ``[J, E]``.
-
-    Slots share a source's tokens as the dispatch does, rounded to 1/J by largest remainders. Experts of which
-    the source has no tokens are as in ``otherwise_JE``. Devices without their expert are a ValueError.
-    """
-    sent_ED = dispatch.sent_ED(source)
-    # Smaller parts are rounding errors.
-    expert_P, device_P = np.nonzero(sent_ED > 1e-9 * sent_ED.sum(axis=1, keepdims=True))
-    tokens_P = sent_ED[expert_P, device_P]
-    slot_P = slots.slot_ED[expert_P, device_P]
-    if slot_P.size and int(slot_P.min()) < 0:
-        wrong = int(np.argmin(slot_P))
-        raise ValueError(
-            f"the dispatch sends tokens of expert {int(expert_P[wrong])} to device {int(device_P[wrong])}, "
-            "which has no slot with this expert: wanted the slot table of the dispatch's placement"
-        )
-    table_JE = otherwise_JE.copy()
-    num_E = np.bincount(expert_P, minlength=slots.num_experts)
-    alone_P = num_E[expert_P] == 1
-    table_JE[:, expert_P[alone_P]] = slot_P[alone_P]
-    shared_P = ~alone_P
-    if shared_P.any():
-        columns = _interleaved(source, expert_P[shared_P], tokens_P[shared_P], slot_P[shared_P])
-        table_JE[:, num_E > 1] = columns.T
-    return table_JE
-
-
-def _interleaved(source: int, expert_P: np.ndarray, tokens_P: np.ndarray, slot_P: np.ndarray) -> np.ndarray:
-    """Columns of the experts whose tokens are split, int64 ``[E, J]``. Ties depend on the source.
-
-    The pairs are sorted by expert, every expert has two or more, and every pair has tokens.
-    """
-    is_first_P = np.diff(expert_P, prepend=-1) != 0
-    (first_E,) = np.nonzero(is_first_P)
-    group_P = np.cumsum(is_first_P) - 1  # numbers the split experts from 0
-    num_E = np.diff(first_E, append=expert_P.size)
-    turn_P = (np.arange(expert_P.size) - first_E[group_P] - source - expert_P) % num_E[group_P]
-    total_P = np.add.reduceat(tokens_P, first_E)[group_P]
-    rows_P = (tokens_P * ROWS / total_P).astype(np.int64)
-    rest_P = tokens_P * ROWS - rows_P * total_P
-    # The largest remainders get one row more each, until the rows of an expert are J.
-    left_E = ROWS - np.add.reduceat(rows_P, first_E)
-    order_P = np.lexsort((turn_P, -rest_P, group_P))
-    rows_P[order_P] += np.arange(expert_P.size) - first_E[group_P] < left_E[group_P]
-    # A slot with r rows wants them in the middles of r equal parts of the column. A row's place, turn and
-    # slot are parts of one number, so that one sort puts all rows in order.
-    pair = np.repeat(np.arange(expert_P.size), rows_P)
-    number = np.arange(pair.size) - (np.cumsum(rows_P) - rows_P)[pair]
-    place = (2 * number + 1) * _FINE // rows_P[pair]
-    key = ((place << _TURN_BITS | turn_P[pair]) << _SLOT_BITS) | slot_P[pair]
-    ordered: np.ndarray = np.sort(key.reshape(-1, ROWS), axis=1) & ((1 << _SLOT_BITS) - 1)
-    return ordered

@@ -152,11 +152,6 @@ class LayerPlan:
         return self.gather_ahead and self.life is ReplicaLife.ITERATION and self.early > 0
 
     @property
-    def needs_counts(self) -> bool:
-        """Whether the host needs counts to share an expert's tokens out among its holders."""
-        return self.tokens_ED is not None
-
-    @property
     def shares_exactly(self) -> bool:
         """Whether the device shares tokens out by the exact counts of every micro-batch."""
         is_exact = self.dispatch_policy == "exact" and self.tokens_ED is None

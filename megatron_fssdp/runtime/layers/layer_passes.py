@@ -56,7 +56,7 @@ class LayerPasses:
         """The pass of the running iteration. Its plan is made, if it does not exist."""
         if self.shared is None:
             plan = self._planner.plan_iteration(is_captured=is_captured)
-            self.shared = self._binder.for_iteration(plan, self._planner.forecast(plan))
+            self.shared = self._binder.for_iteration(plan)
             self.use(self.shared)
         return self.shared
 
@@ -194,7 +194,7 @@ class LayerPasses:
         is_gathered = before.transfers is not None and before.transfers.is_gathered
         if before.transfers is not None and is_gathered:
             before.transfers.await_weights()
-        after = self._binder.for_iteration(plan, counts_DE)
+        after = self._binder.for_iteration(plan)
         if is_gathered and after is not before and not plan.rematerialize and after.transfers is not None:
             placements = before.plan.placement, plan.placement
             after.transfers.add(additional_transfer(*placements, self.local.context.topology))

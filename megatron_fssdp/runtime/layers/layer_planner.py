@@ -41,12 +41,6 @@ class LayerPlanner:
         self._compare(plan)
         return plan
 
-    def forecast(self, plan: LayerPlan) -> np.ndarray | None:
-        """Counts that the history expects, int64 ``[D, E]``, if the plan's dispatch needs some."""
-        if not plan.needs_counts or self._local.history.is_empty:
-            return None
-        return np.rint(self._local.history.forecast_DE()).astype(np.int64)
-
     def plan_after_gate(
         self, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int | None = None
     ) -> LayerPlan:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_fssdp.collectives.gathered_counts import gather_counts
 from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
-from megatron_fssdp.planning.slot_tables import SlotTable, dispatch_table, even_table, owner_table
+from megatron_fssdp.planning.slot_tables import SlotTable, even_table, owner_table
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import SlotRoom
@@ -39,22 +39,17 @@ class PassBinder:
         self._table: torch.Tensor | None = None
 
     @torch.inference_mode(False)  # An evaluation may make tensors that training uses later.
-    def for_iteration(
-        self, plan: LayerPlan, counts_DE: np.ndarray | None = None, *, is_kept: bool = True
-    ) -> SlotPass:
-        """The pass for all micro-batches of an iteration; if it is not kept, what iterations keep stays.
-
-        If the plan's dispatch depends on counts, tokens are shared out by ``counts_DE``, int64 ``[D, E]``.
-        """
+    def for_iteration(self, plan: LayerPlan, *, is_kept: bool = True) -> SlotPass:
+        """The pass for all micro-batches of an iteration; if it is not kept, what iterations keep stays."""
         local, digest = self._local, plan.digest()
         self._make_room(plan)
         room = self._room_for(plan)
         width, first, messages = self._num_replica_slots, local.is_first, local.messages
         key = (digest, width, local.experts, local.groups, first, messages, room)
         # Plans often stay from one iteration to the next. The table of what is kept changes with the plan.
-        if is_kept and not plan.needs_counts and self._last_made is not None and self._last_made[0] == key:
+        if is_kept and self._last_made is not None and self._last_made[0] == key:
             return self._last_made[1]
-        made = self._make(plan, digest, counts_DE, room, is_kept=is_kept)
+        made = self._make(plan, digest, None, room, is_kept=is_kept)
         if is_kept:
             self._last_made = key, made
         return made
@@ -101,7 +96,7 @@ class PassBinder:
         if made.counts_DE is not None and local.groups.expert_tensor_parallel is None:
             self._share_out_exactly(made, made.counts_DE)
         else:
-            made.shares = self._shares(plan, slots, counts_DE, is_kept)
+            made.shares = self._shares(plan, slots, is_kept)
         return made
 
     def _share_out_exactly(self, made: SlotPass, counts_DE: np.ndarray) -> None:
@@ -111,11 +106,10 @@ class PassBinder:
         if not slots.are_experts:
             made.shares = Shares.by_intervals(tokens.sent_ED, slots, self._device)
 
-    def _shares(
-        self, plan: LayerPlan, slots: SlotTable, counts_DE: np.ndarray | None, is_kept: bool
-    ) -> Shares | None:
+    def _shares(self, plan: LayerPlan, slots: SlotTable, is_kept: bool) -> Shares | None:
         topology, here, placement = self._local.context.topology, self._local.groups.device, plan.placement
-        if plan.dispatch_policy == "exact" and placement.num_replicas:
+        # Peers of expert tensor parallelism have parts of a quota's tokens, which exact shares level as well.
+        if (plan.dispatch_policy == "exact" or plan.tokens_ED is not None) and placement.num_replicas:
             gather = partial(gather_counts, group=self._local.groups.expert_parallel)
             return Shares.exact(slots, placement, topology, here, self._device, gather)
         if slots.are_experts:
@@ -124,8 +118,6 @@ class PassBinder:
             table_JE = owner_table(slots, placement, here)
         else:
             table_JE = even_table(slots, placement, topology, here)
-            if counts_DE is not None and plan.needs_counts:
-                table_JE = dispatch_table(slots, plan.dispatch(counts_DE, topology), here, table_JE)
         return Shares.by_table(table_JE, slots, partial(self._on_device, is_kept=is_kept))
 
     @property
