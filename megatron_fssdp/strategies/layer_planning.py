@@ -17,7 +17,8 @@ from megatron_fssdp.planning.cost.layer_seconds import exchange_times
 from megatron_fssdp.planning.cost.link_seconds import SteppedExchange
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
 
 LEAST_GAIN = 0.08

@@ -28,7 +28,8 @@ from megatron_fssdp.simulation.layer_record import LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import LayerDecision, ReplayedIteration
 from megatron_fssdp.simulation.simulator import layer_profile
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, early_share, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import early_share, plan_price
 from tests.simulation.small_jobs import cluster_of, job_of
 
 LIVES = (ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH, ReplicaLife.ITERATION, ReplicaLife.RESIDENT)

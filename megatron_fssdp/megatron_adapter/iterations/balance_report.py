@@ -15,7 +15,8 @@ from megatron_fssdp.planning.loads import EVEN_LOAD, max_over_mean
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import plan_price
 
 logger = logging.getLogger(__name__)
 

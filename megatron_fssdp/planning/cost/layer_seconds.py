@@ -1,6 +1,6 @@
 """The price of a layer, which all planners compare: its modelled seconds in an iteration, in both passes.
 
-The formula is in ``kernels/price_formula.py``. The search and ``plan_price`` (``strategies/layer_plan.py``)
+The formula is in ``kernels/price_formula.py``. The search and ``strategies/plan_price.py``
 ask it. The simulator puts the pieces :func:`exchange_times` and :func:`transfer_times` on a timeline;
 ``tests/simulation/test_layer_price.py`` compares the two. The price follows what the runtime does:
 

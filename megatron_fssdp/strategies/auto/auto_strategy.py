@@ -21,7 +21,8 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.auto import AutoSettings
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, exchange_s, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import exchange_s, plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import MovesOwners, Strategy, mistakes_named
 

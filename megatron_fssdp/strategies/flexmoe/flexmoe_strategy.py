@@ -15,7 +15,8 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.flexmoe import FlexmoeSettings
 from megatron_fssdp.strategies.flexmoe.flexmoe_planner import next_resident_placement
-from megatron_fssdp.strategies.layer_plan import LastPlans, LayerContext, LayerPlan, plan_price
+from megatron_fssdp.strategies.layer_plan import LastPlans, LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.strategy import ResidentReplicas
 
 FLEXMOE_THRESHOLD = 1.1

@@ -18,7 +18,8 @@ from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, fastest, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import fastest, plan_price
 
 MOST_SEARCHED = 0.05
 """Seconds of a search after the gate over those of a layer's micro-batch, up to which it is made."""

@@ -24,14 +24,8 @@ from megatron_fssdp.strategies.fssdp.sparse_materialization import (
     calibration_candidates,
     sparse_materialization,
 )
-from megatron_fssdp.strategies.layer_plan import (
-    LayerContext,
-    LayerPlan,
-    early_share,
-    exchange_s,
-    fastest,
-    plan_price,
-)
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import early_share, exchange_s, fastest, plan_price
 from megatron_fssdp.strategies.strategy import MeasuredReplicas, MovesOwners
 
 WINDOW = 5

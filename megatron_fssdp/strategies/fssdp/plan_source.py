@@ -25,7 +25,8 @@ from megatron_fssdp.strategies.fssdp.exact_plans import (
     of_micro_batch,
     search_s,
 )
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import plan_price
 
 SOURCES: tuple[PlanSource, ...] = ("past", "first", "each")
 

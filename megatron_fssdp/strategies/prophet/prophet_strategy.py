@@ -10,7 +10,8 @@ import numpy as np
 from megatron_fssdp.planning.arrays import doubling
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, early_share, fastest
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import early_share, fastest
 from megatron_fssdp.strategies.prophet import ProphetSettings
 from megatron_fssdp.strategies.prophet.prophet_planner import ProphetModel, greedy_placements
 from megatron_fssdp.strategies.strategy import MeasuredReplicas

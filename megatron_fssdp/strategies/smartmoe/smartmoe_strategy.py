@@ -12,7 +12,8 @@ from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.strategies.ep.ep_strategy import EpStrategy
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, exchange_s, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import exchange_s, plan_price
 from megatron_fssdp.strategies.smartmoe import SmartmoeSettings
 from megatron_fssdp.strategies.smartmoe.owner_exchange import check_exchangeable, permuted_owners
 from megatron_fssdp.strategies.strategy import MovesOwners

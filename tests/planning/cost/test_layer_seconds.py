@@ -12,7 +12,8 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import plan_price
 from tests.planning.placement_cases import transfer_seconds
 from tests.support.random_placement import plain_transfer
 

@@ -13,7 +13,8 @@ from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.auto import auto_strategy
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, select_by_seconds
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 
 TOPOLOGY = Topology.uniform(4, 2)

@@ -11,7 +11,8 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.fssdp.exact_plans import corrected, even_s, of_micro_batch
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import plan_price
 from tests.drawn_examples import examples
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE

@@ -11,7 +11,8 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy, with_cheaper_shares
 from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan, plan_price
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import plan_price
 from tests.support.random_placement import with_replicas
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
