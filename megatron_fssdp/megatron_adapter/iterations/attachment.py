@@ -110,7 +110,7 @@ class Attachment:
     def _may_move(self, settings: PlacementSettings) -> tuple[PlacementSettings, str]:
         """Settings under which owners move only if that is safe or asked for, and why they do not move."""
         is_asked = "reshard_interval" in settings.model_fields_set
-        if is_asked or not self.host.exports_by_name:
+        if is_asked or not self.host.exports_by_name or not hasattr(settings, "reshard_interval"):
             return settings, ""
         if self.name == "smartmoe":
             raise ConfigurationError(
@@ -118,10 +118,8 @@ class Attachment:
                 "wanted your word that experts may move; set reshard_interval=N, and call "
                 "megatron_fssdp.restore_owners(model) before such reads"
             )
-        fixed = {"reshard_interval": 0, "smartmoe": False}
-        known = {key: value for key, value in fixed.items() if key in type(settings).model_fields}
         why = "this host may read experts by name; reshard_interval=N allows moves"
-        return settings.model_copy(update=known), why if known else ""
+        return settings.model_copy(update={"reshard_interval": 0}), why
 
     def _tell_absence(self) -> None:
         if not self.has_joined and current() is self and os.environ.get("RANK", "0") == "0":

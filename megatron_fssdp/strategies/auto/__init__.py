@@ -23,9 +23,8 @@ class AutoSettings(ExchangeKeys):
 
     choice_interval: int = setting(
         50,
-        "Number of iterations after which strategies are reconsidered. Moved experts must pay off within "
-        "this time. The first selection happens as soon as costs are measured; until then, every layer "
-        "uses ep.",
+        "Number of iterations after which strategies are reconsidered. The first selection happens as soon "
+        "as costs are measured; until then, every layer uses ep.",
         ge=1,
     )
 

@@ -1,7 +1,7 @@
 """``auto``: selects for every layer the strategy with the fewest modelled seconds (ours).
 
 Plans are data, so a layer can change its strategy between any two iterations: the runtime carries out any
-plan, and losses do not change. Owners that a strategy has moved stay on their new devices after a change.
+plan, and losses do not change. Owners stay.
 
 Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 """
@@ -9,7 +9,6 @@ Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import TypeGuard
 
 import numpy as np
@@ -17,14 +16,13 @@ import numpy as np
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, STRATEGIES
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.auto import AutoSettings
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_price import exchange_s, plan_price
+from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import MovesOwners, Strategy, mistakes_named
+from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ LEAST_GAIN = 0.03
 """Share of a layer's modelled seconds that a change must save; the model knows them no better."""
 
 
-class AutoStrategy(MovesOwners[AutoSettings]):
+class AutoStrategy(Strategy[AutoSettings]):
     """Asks the selected strategy of each layer, and reconsiders the selection at an interval."""
 
     replica_life = ReplicaLife.SELECTED
@@ -53,9 +51,8 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         self.shares_plans = all(
             candidate.shares_plans or candidate.package == SHIPPED for candidate in candidates.values()
         )
-        self.moves_owners = any(candidate.moves_owners for candidate in candidates.values())
         self._selected: dict[int, str] = {}
-        self._has_selected = self._reshard_due = False
+        self._has_selected = False
 
     def may_replicate(self, layer: int) -> bool:
         """Whether the layer's selected strategy may replicate experts."""
@@ -96,23 +93,6 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         with mistakes_named(candidate, f"after_gate for layer {context.layer}"):
             return candidate.after_gate(context, counts_DE, plan, num_micro_batches)
 
-    def reshards_at(self, iteration: int) -> bool:
-        """Whether a selected strategy reconsiders owners now, or a layer has just got such a strategy."""
-        # Candidates may remember when they were asked. All selected ones are therefore asked, on all ranks.
-        selected = [self.candidates[name] for name in dict.fromkeys(self._selected.values())]
-        due = [candidate.reshards_at(iteration) for candidate in selected if _moving(candidate)]
-        return self._reshard_due or any(due)
-
-    def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
-        """New owners for the layers whose strategies move owners."""
-        self._reshard_due = False
-        return super().reshard(contexts, load_LE, owners)
-
-    def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
-        """New owners of a layer by its selected strategy."""
-        candidate = self._of(context.layer)
-        return candidate.reshard_layer(context, load_E) if _moving(candidate) else context.owner_E
-
     def resume(self, selected: Mapping[int, str]) -> None:
         """Start with the selection of another run, names by layer number; unknown names are ignored."""
         self._selected = {layer: name for layer, name in selected.items() if name in self.candidates}
@@ -131,8 +111,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         """Modelled seconds of an iteration of each layer under every candidate, float ``[L, C]``.
 
         Each candidate plans for each of the latest iterations from the loads before it; the loads that
-        followed price its plans. The cost of moving owners is divided over the iterations until the next
-        selection. The layers have profiles, and histories of at least two iterations.
+        followed price its plans. The layers have profiles, and histories of at least two iterations.
         """
         layers = zip(contexts, histories, strict=True)
         seconds_LC = [[self._price(name, *layer) for name in self.candidates] for layer in layers]
@@ -153,7 +132,6 @@ class AutoStrategy(MovesOwners[AutoSettings]):
         report = SelectionReport(before, selected, float(sum(saved_L)))
         for layer in report.changes:
             self._selected[layer] = selected[layer]
-            self._reshard_due |= self.candidates[selected[layer]].moves_owners
         return report
 
     def serves(self, name: str, context: LayerContext) -> bool:
@@ -179,11 +157,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
             return np.inf
 
     def _seconds(self, candidate: Strategy, context: LayerContext, history: LoadHistory) -> float:
-        profile, moving_s, times = context.costs, 0.0, context.costs.num_micro_batches
-        if _moving(candidate):
-            old_E, load_E = context.owner_E, history.excerpt(candidate.window).mean_E()
-            context = replace(context, owner_E=candidate.reshard_layer(context, load_E))
-            moving_s = exchange_s(old_E, context.owner_E, profile, context.topology)
+        times = context.costs.num_micro_batches
         by_exchange = [context]
         if self.travel.exchange == "by_price":
             by_exchange = [context.with_exchange(False), context.with_exchange(True)]
@@ -196,11 +170,7 @@ class AutoStrategy(MovesOwners[AutoSettings]):
             plan = candidate.after_gate(context, counts_DE // times, planned, times)
             ways = (plan_price(plan, counts_DE, priced, planned=planned).seconds for priced in by_exchange)
             seconds.append(min(ways))
-        return float(np.mean(seconds)) + moving_s / self.settings.choice_interval
-
-
-def _moving(candidate: Strategy) -> TypeGuard[MovesOwners]:
-    return isinstance(candidate, MovesOwners) and candidate.moves_owners
+        return float(np.mean(seconds))
 
 
 def select_by_seconds(seconds_LC: np.ndarray, present_L: np.ndarray) -> np.ndarray:

@@ -20,6 +20,4 @@ class FastermoeSettings(SlotKeys, FasterMoEKeys):
     )
 
 
-ENTRY = shipped(
-    FastermoeSettings, "fastermoe.fastermoe_strategy:FastermoeStrategy", "#009E73", is_candidate=True
-)
+ENTRY = shipped(FastermoeSettings, "fastermoe.fastermoe_strategy:FastermoeStrategy", "#009E73")

@@ -26,4 +26,4 @@ class ProphetSettings(SlotKeys):
     )
 
 
-ENTRY = shipped(ProphetSettings, "prophet.prophet_strategy:ProphetStrategy", "#CC79A7", is_candidate=True)
+ENTRY = shipped(ProphetSettings, "prophet.prophet_strategy:ProphetStrategy", "#CC79A7")

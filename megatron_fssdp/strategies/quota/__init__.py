@@ -8,4 +8,4 @@ class QuotaSettings(SlotKeys):
     """``quota``: exact quotas of tokens for each micro-batch, experts follow."""
 
 
-ENTRY = shipped(QuotaSettings, "quota.quota_strategy:QuotaStrategy", "#AA4499", is_candidate=True)
+ENTRY = shipped(QuotaSettings, "quota.quota_strategy:QuotaStrategy", "#AA4499")

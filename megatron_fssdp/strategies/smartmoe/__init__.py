@@ -12,4 +12,4 @@ class SmartmoeSettings(ExchangeKeys):
     window: int = setting(25, "Number of iterations whose mean load decides the new owners.", ge=1)
 
 
-ENTRY = shipped(SmartmoeSettings, "smartmoe.smartmoe_strategy:SmartmoeStrategy", "#56B4E9", is_candidate=True)
+ENTRY = shipped(SmartmoeSettings, "smartmoe.smartmoe_strategy:SmartmoeStrategy", "#56B4E9")

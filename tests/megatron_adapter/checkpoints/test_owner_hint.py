@@ -90,8 +90,7 @@ def _gather(rank: int, world_size: int) -> Any:
         ("ep", {}, ""),
         ("fssdp", {"reshard_interval": 0}, "loads"),
         ("fssdp", {}, "owners loads"),
-        ("auto", {}, "owners choices loads"),
-        ("auto", {"smartmoe": False}, "choices loads"),
+        ("auto", {}, "choices loads"),
     ],
 )
 def test_checkpoints_keep_what_a_run_may_change(name: str, keys: dict[str, Any], wanted: str) -> None:

@@ -16,13 +16,13 @@ COMMON = "{TORCH_DIST} --train-iters 8"
 EXACT = f"{COMMON} {{SHORT_AVERAGES}} --lr 5e-3"
 SELECTING = f"{COMMON} {{NO_BIAS}} {{RESHARDABLE}}"
 AUTO = "auto FSSDP_PROFILE_ITERATIONS=1 choice_interval=6 record_dir="
-WANTED = {1: "fssdp", 2: "smartmoe"}
+WANTED = {1: "fssdp", 2: "ep"}
 
 
 def each_its_own(
     choosing: AutoStrategy, contexts: list[LayerContext], histories: list[LoadHistory]
 ) -> np.ndarray:
-    """Plant prices: fssdp costs nothing in layer 1, and smartmoe costs nothing in layer 2."""
+    """Plant prices: fssdp costs nothing in layer 1, and ep costs nothing in layer 2."""
     names = list(choosing.candidates)
     assert len(contexts) <= 1, "each of two ranks prices one layer"
     seconds_LC = np.full((len(contexts), len(names)), 10.0)
@@ -42,18 +42,18 @@ def test_a_run_resumed_in_another_layout_keeps_the_selections_of_auto(
     strategy = f"{AUTO}{tmp_path / 'whole'}"
     whole = train(2, saving, text_data, strategy=strategy, before=told_what_to_choose)
     metrics = read_metrics(tmp_path / "whole")
-    assert [[layer.strategy for layer in one.layers] for one in metrics[4:6]] == [
-        ["ep", "ep"],  # five iterations are observed before the first selection
-        ["fssdp", "smartmoe"],
+    assert [[layer.strategy for layer in one.layers] for one in metrics[3:5]] == [
+        ["ep", "ep"],  # four iterations are observed before the first selection
+        ["fssdp", "ep"],
     ]
-    told = [text for text in whole.messages if "selected: fssdp in layer 1, smartmoe in layer 2" in text]
+    told = [text for text in whole.messages if "selected: fssdp in layer 1, ep in layer 2" in text]
     assert len(told) == 1
     assert "predicted gain" in told[0]
     loading = f"{{EP4}} {SELECTING} --load {tmp_path / 'checkpoints'} --ckpt-step 6"
     run = train(4, loading, text_data, strategy=f"{AUTO}{tmp_path / 'resumed'}")
     resumed = read_metrics(tmp_path / "resumed")
     assert [one.iteration for one in resumed] == [7, 8]
-    assert {tuple(layer.strategy for layer in one.layers) for one in resumed} == {("fssdp", "smartmoe")}
+    assert {tuple(layer.strategy for layer in one.layers) for one in resumed} == {("fssdp", "ep")}
     assert relative_difference(run.losses, whole.losses[6:]) <= 1e-5
 
 
