@@ -102,10 +102,6 @@ class PlacementSettings(StrategySettings):
         own = TokenTravel.__dataclass_fields__
         return TokenTravel(**{name: value for name, value in self if name in own})
 
-    def as_candidate(self) -> Self:
-        """Return these settings as a candidate of ``auto`` uses them, for single layers."""
-        return self
-
     def check_num_experts(self, num_experts: int) -> None:
         """Raise a ConfigurationError if a key counts more experts than a layer has."""
         for key in ("slots", "overlap_degree"):

@@ -77,7 +77,7 @@ class AutoSettings(ExchangeKeys):
         for name, model in self.candidate_settings.items():
             given: bool | PlacementSettings = getattr(self, name)
             if given is not False:
-                found[name] = (model() if given is True else given).as_candidate()
+                found[name] = model() if given is True else given
         return found
 
 

@@ -65,10 +65,6 @@ class FssdpSettings(SlotKeys):
         ge=0,
     )
 
-    def as_candidate(self) -> Self:
-        """Return these settings without re-sharding, because Alg. 2 decides for all layers together."""
-        return self.model_copy(update={"reshard_interval": 0})
-
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         slots, degree = self.slots, self.overlap_degree

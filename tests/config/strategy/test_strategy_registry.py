@@ -150,7 +150,9 @@ def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_pa
 
 @pytest.fixture
 def made_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STRATEGIES._with_shipped(), "made", replace(ENTRY, is_candidate=True, package="theirs"))
+    monkeypatch.setitem(
+        STRATEGIES._with_shipped(), "made", replace(ENTRY, is_candidate=True, package="theirs")
+    )
 
 
 def test_autos_keys_are_its_candidates_and_are_checked_by_their_models(made_candidate: None) -> None:
