@@ -161,7 +161,7 @@ class MovesOwners[Settings: PlacementSettings](Strategy[Settings]):
     def reshard_layer(self, context: LayerContext, load_E: np.ndarray) -> np.ndarray:
         """New owners of one layer, integers ``[E]``; every device keeps its number of experts.
 
-        ``load_E`` has mean loads of an iteration. ``auto`` asks this method and never :meth:`reshard`.
+        ``load_E`` has mean loads of an iteration.
         """
         return context.owner_E
 
