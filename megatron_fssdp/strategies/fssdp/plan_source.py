@@ -78,9 +78,10 @@ class SourceChoice:
             row = _saved_s(known, history, context, slots, self._saved[-1][0] if self._saved else None)
             if row is not None:
                 self._saved.append(row)
-                all_s = sum(one_s for one_s, _ in self._saved)
-                least_S = LEAST_GAIN * all_s * np.array([0, 1, 1])
-                self._chosen = int(np.argmax(sum(one_S for _, one_S in self._saved) - least_S))
+                least_s = LEAST_GAIN * sum(one_s for one_s, _ in self._saved)
+                saved_S = sum(one_S for _, one_S in self._saved) - least_s * np.array([0, 1, 1])
+                saved_S[self._chosen] += least_s / 2  # So layers do not change to and fro.
+                self._chosen = int(np.argmax(saved_S))
         return SOURCES[self._chosen]
 
 
