@@ -193,6 +193,14 @@ def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
     assert by_seconds.reshard(contexts, load_LE, owners) is owners
 
 
+@pytest.mark.parametrize(("keys", "wanted"), [({}, [5, 20, 40]), ({"overlap_degree": 1}, [20, 40])])
+def test_owners_are_reconsidered_at_an_interval_and_by_seconds_also_after_a_window(
+    keys: dict[str, int], wanted: list[int]
+) -> None:
+    strategy = build_strategy("fssdp", FssdpSettings(reshard_interval=20, **keys))  # type: ignore[arg-type]
+    assert [iteration for iteration in range(41) if strategy.reshards_at(iteration)] == wanted
+
+
 def test_owners_move_by_seconds_if_that_pays_until_the_next_re_shard() -> None:
     owners, profile = OwnerMap.even(2, 8, 4), dataclasses.replace(measured(0.0), owned_bytes=10**8)
     context = dataclasses.replace(CONTEXT, profile=profile)

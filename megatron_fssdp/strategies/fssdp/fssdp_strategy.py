@@ -187,8 +187,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         return self.plan_of(placement, context, rematerialize=rematerialize)
 
     def reshards_at(self, iteration: int) -> bool:
-        """Whether ``iteration`` is a multiple of ``reshard_interval`` and not 0."""
-        return iteration > 0 and iteration % self.settings.reshard_interval == 0
+        """At each ``reshard_interval``; if seconds decide, also as soon as a window of loads is known."""
+        is_first = self._goes_by_seconds and iteration == WINDOW
+        return is_first or (iteration > 0 and iteration % self.settings.reshard_interval == 0)
 
     def reshard(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
         """New owners from the recent loads of all layers together (Hecate §4.3, Alg. 2).
