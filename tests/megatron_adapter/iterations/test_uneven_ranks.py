@@ -23,7 +23,7 @@ STRATEGIES: list[tuple[str, dict[str, Any]]] = [
     ("fssdp", {"reshard_interval": 2}),  # by measured costs
 ]
 MORE: list[tuple[str, dict[str, Any]]] = [
-    ("auto", {"reshard_interval": 2, "choice_interval": 2}),
+    ("auto", {"choice_interval": 2}),
     ("smartmoe", {"reshard_interval": 2}),
     ("quota", {"slots": 2}),
     *((name, {}) for name in ("ep", "prophet", "fastermoe")),
