@@ -42,8 +42,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         super().__init__(settings)
         self._is_hecate = settings.planner == "hecate"
         self._searches = KeptSearches(self.slots_by_life, settings.overlap)
-        self._made: dict[int, tuple[LayerContext, LayerPlan]] = {}
-        """Each layer's last plan, which serves as long as its context and its placement do."""
+        self._made: dict[int, tuple[LayerContext, np.ndarray, LayerPlan]] = {}
+        """Each layer's last plan, which serves until its context changes, or a search for other loads."""
         self._stayed: tuple[OwnerMap, LayerProfile, np.ndarray] | None = None
         """Owners, costs and loads for which no move paid last."""
         self._sources: dict[int, SourceChoice] = {}
@@ -119,16 +119,17 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     def _by_past(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """The plan with the fewest modelled seconds under the predicted loads; costs are measured."""
         result = self._searches.of(context, history.forecast_DE(), history.num_seen)
-        of_context, plan = self._made.get(context.layer, (None, None))
-        if plan is None or of_context is not context or plan.placement is not result.placement:
-            in_pass = result.life is ReplicaLife.LAYER_PASS
-            plan = self.plan_of(result.placement, context, rematerialize=in_pass)
-            if plan.placement.num_replicas:
-                plan = with_cheaper_shares(plan, context, history)
-                if self.splits and not in_pass:
-                    num_pairs = float(history.mean_E().sum())
-                    plan = replace(plan, early=early_share(plan.transfer, num_pairs, context))
-            self._made[context.layer] = context, plan
+        made = self._made.get(context.layer)
+        if made is not None and made[0] is context and made[1] is result.load_DE:
+            return made[2]
+        in_pass = result.life is ReplicaLife.LAYER_PASS
+        plan = self.plan_of(result.placement, context, rematerialize=in_pass)
+        if plan.placement.num_replicas:
+            plan = with_cheaper_shares(plan, context, history)
+            if self.splits and not in_pass:
+                num_pairs = float(history.mean_E().sum())
+                plan = replace(plan, early=early_share(plan.transfer, num_pairs, context))
+        self._made[context.layer] = context, result.load_DE, plan
         return plan
 
     def asks_after_gate(self, layer: int) -> bool:

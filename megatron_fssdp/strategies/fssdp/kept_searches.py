@@ -93,9 +93,8 @@ class KeptSearches:
             if placement.replicas_per_device_D.max() < slots:
                 break
         assert best is not None
-        if kept is not None and best.life is kept.life and best.placement == kept.placement:
-            return best._replace(placement=kept.placement, is_settled=True)
-        return best
+        is_settled = kept is not None and best.life is kept.life and best.placement == kept.placement
+        return best._replace(is_settled=is_settled)
 
     def _serves(
         self, kept: SearchResult, context: LayerContext, load_DE: np.ndarray, *, is_due: bool
