@@ -21,7 +21,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertPar
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 _QUANTIZED = ("fp8", "fp4", "use_kitchen", "quant_recipe")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _blanks: dict[tuple[object, ...], list[ExpertParameters]] = {}
 
 
@@ -66,6 +66,7 @@ class SlotExperts:
                 "adapters?), wanted no other Parameters, because only these travel to slots; leave experts "
                 "out of the adapters' target modules, or use --moe-strategy none"
             )
+        self._refuse(_method_of(module) or next(_foreign_parts(module, self.parameters), None))
         self._structure = _structure_of(module)
         self._bodies: dict[int, Any] = {}  # Of grouped experts, by number of slots.
         self._mlps: dict[int, Any] = {}  # Modules of sequential experts by their first Parameter.
@@ -134,13 +135,15 @@ class SlotExperts:
             [*map(id, tensors)] for tensors in self.parameters
         ]:
             found = "Parameters that were replaced (meta device, new weights)"
-        elif (hook := next(_foreign_hooks(self.module), None)) is not None:
-            found = f"the hook {hook!r} inside of them"
+        self._refuse(found or next(_foreign_parts(self.module, self.parameters), None))
+
+    @staticmethod
+    def _refuse(found: str | None) -> None:
         if found is not None:
             raise ConfigurationError(
-                f"experts: got {found} after the model was built, wanted those that Megatron built, because "
-                "slots hold other experts and copies of experts; put hooks on the whole expert module, copy "
-                "values into Parameters, or use --moe-strategy none"
+                f"experts: got {found}, wanted those that Megatron builds, because slots hold other experts "
+                "and copies of experts; put hooks on the whole expert module, copy values into Parameters, "
+                "or use --moe-strategy none"
             )
 
     def compute(
@@ -255,16 +258,29 @@ def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
     return [(type(module), tuple(module._parameters), tuple(module._modules)) for module in experts.modules()]
 
 
-def _foreign_hooks(experts: Any) -> Iterator[str]:
-    """Names of hooks inside of an expert module of others than megatron.core and Transformer Engine."""
+def _foreign_parts(experts: Any, parameters: Sequence[ExpertParameters]) -> Iterator[str]:
+    """What others than Megatron have put on experts of a module: experts that come to its slots lack it."""
     for module in experts.modules():
         if module is experts:  # Its hooks see the rows of all of its experts.
             continue
+        if (method := _method_of(module)) is not None:
+            yield method
         for hook in chain.from_iterable(getattr(module, table).values() for table in _HOOKS):
             # Megatron's DDP has a hook on every module. Those of megatron.training and of hosts save rows.
             origin = f"{getattr(hook, '__module__', None)}."
             if not origin.startswith(("megatron.core.", "transformer_engine.")):
-                yield getattr(hook, "__qualname__", None) or type(hook).__name__
+                name = getattr(hook, "__qualname__", None) or type(hook).__name__
+                yield f"the hook {name!r} inside of them"
+    for linear in chain.from_iterable(map(_linears, getattr(experts, "local_experts", [experts]))):
+        if next(linear.children(), None) is not None:
+            yield f"modules inside of {type(linear).__name__} (quantizers)"
+    if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in chain(*parameters)):
+        yield "hooks on their Parameters, which gradients of replicas do not pass"
+
+
+def _method_of(module: Any) -> str | None:
+    """What replaces the forward pass of one module alone, if anything does."""
+    return f"a {type(module).__name__} with another forward pass" if "forward" in vars(module) else None
 
 
 def _linears(module: Any) -> list[Any]:

@@ -16,12 +16,13 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
 from megatron_fssdp.megatron_adapter.checkpoints.named_copies import keep_names
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
-from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
+from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers, refuse_own_methods
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
 from megatron_fssdp.megatron_adapter.support.limits import slot_multiple
@@ -56,6 +57,7 @@ class StrategyMoELayer(MoELayer):
         config, pg_collection = self.config, _groups_of(self)
         settings = session.check_model(config)
         self._later_layers_before = later_layers_before
+        refuse_own_methods(self, ("route", "preprocess", "dispatch", "postprocess"), "object")
         self._slot_experts = SlotExperts(self.experts, self.num_local_experts)
         local = self._slot_experts.parameters
         groups = session.expert_groups(self.ep_group, pg_collection.expt_tp, pg_collection.tp_ep)
@@ -85,8 +87,10 @@ class StrategyMoELayer(MoELayer):
             install_gate(self.router, gate)
         self._session = session
         self._checked_in: int | None = None  # The iteration in which the experts' module was last looked at.
+        self._has_computed = False  # since the experts' module was last called
         # Megatron calls the module; its hooks run as ever, and the slots' experts compute.
         self.experts.forward = self._compute
+        self.experts.register_forward_hook(self._check_computed)
         self.experts.backward_dw = self._backward_dw
         self._dispatchers = SlotDispatchers(self, session, settings, groups, pg_collection)
         # Layers of multi-token prediction keep their owners, because their checkpoint keys have another form.
@@ -116,6 +120,7 @@ class StrategyMoELayer(MoELayer):
         iteration = self._session.runtime.clock.iteration
         if iteration is None or iteration != self._checked_in:
             self._slot_experts.check_unchanged()
+            self._dispatchers.check_unchanged()
             self._checked_in = iteration
         keeps_weights = slot_pass.is_shared and not slot_pass.plan.rematerialize
         self._slot_experts.bind(slot_pass.parameters_U, for_iteration=keeps_weights)
@@ -144,7 +149,7 @@ class StrategyMoELayer(MoELayer):
             layer.prepare_capture(training=self.training)
         else:
             layer.mark(hidden_states, "dispatch", "other")
-            layer.prepare(routing_map, training=self.training)
+            layer.prepare(routing_map, training=True)  # unless the clock says that it is an evaluation
         if self._dispatchers.divides_tokens:
             hidden_states = self._dispatchers.own_tokens(hidden_states)
         if routing_map is not None:  # Otherwise, a CUDA graph has done this and what Megatron's method does.
@@ -160,13 +165,21 @@ class StrategyMoELayer(MoELayer):
     def _compute(
         self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor, **buffers: Any
     ) -> tuple[torch.Tensor, None]:
-        layer = self.slot_layer
+        layer, self._has_computed = self.slot_layer, True
         in_steps = getattr(self.token_dispatcher, "compute_in_steps", None)
         if in_steps is not None:
             return layer.compute_in_steps(rows, probs, self._slot_experts.compute, in_steps), None
         with layer.await_weights(rows):
             output, _ = self._slot_experts.compute(rows, tokens_per_expert, probs, **buffers)
         return layer.leave_experts(output), None
+
+    def _check_computed(self, *_: Any) -> None:
+        if not self._has_computed:  # Owned experts alone have computed the rows of all slots.
+            raise ConfigurationError(
+                "experts: got another forward pass of the expert module, wanted one that calls the one "
+                "before; put hooks on the module, or use --moe-strategy none"
+            )
+        self._has_computed = False
 
     def _backward_dw(self) -> None:
         self._slot_experts.backward_dw()

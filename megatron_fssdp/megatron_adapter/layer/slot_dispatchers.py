@@ -1,12 +1,14 @@
 """The dispatchers of a layer: Megatron's own, or an optional one, built for slots instead of experts."""
 
 import copy
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
 from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
 from megatron_fssdp.dispatchers.parm.parm_dispatcher import DividedGate, ParmDispatcher
@@ -35,7 +37,7 @@ class SlotDispatchers:
     ) -> None:
         self._layer, self._session, self._settings = layer, session, settings
         self._groups, self._pg_collection = groups, pg_collection
-        self._stock = type(layer.token_dispatcher)
+        self._built, self._stock = layer.token_dispatcher, type(layer.token_dispatcher)
         num_parts = pg_collection.expt_tp.size()
         self._takes_splits = KnownSplitsDispatcher.serves(self._stock, layer.config, num_parts)
         self._made: dict[tuple[str, int], Any] = {}
@@ -48,6 +50,11 @@ class SlotDispatchers:
             self._gate = DividedGate(layer.router, pg_collection)
             # Megatron refuses more ranks with the same tokens without sequence parallelism.
             layer.attn_tp_group = SimpleNamespace(size=lambda: 1)
+
+    def check_unchanged(self) -> None:
+        """Refuse, by a ConfigurationError, methods of one token dispatcher alone."""
+        for dispatcher in (self._built, *self._made.values()):
+            refuse_own_methods(dispatcher, vars(dispatcher), "token dispatcher")
 
     def _selector_of(self) -> ScheduleSelector | None:
         """The selector of the layer's schedule; layers of the same groups share one."""
@@ -132,3 +139,13 @@ class SlotDispatchers:
         if layer.shared_expert_overlap:
             made.set_shared_experts(layer.shared_experts)
         return made
+
+
+def refuse_own_methods(owner: Any, names: Iterable[str], what: str) -> None:
+    """Refuse, by a ConfigurationError, methods of these names that belong to an object alone."""
+    own = (name for name in names if callable(vars(owner).get(name)) and hasattr(type(owner), name))
+    if (name := next(own, None)) is not None:
+        raise ConfigurationError(
+            f"MoE layer: got a method {name} of its {what} alone, wanted that of the class, because passes "
+            "with experts in slots do not call it; replace it on the class, or use --moe-strategy none"
+        )

@@ -1,6 +1,8 @@
 """Hooks on experts, and wrappers around their linear layers, which users add to the built model."""
 
+from collections.abc import Callable
 from itertools import product
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -190,3 +192,44 @@ def _wrapped(rank: int, world_size: int) -> list[str]:
             StrategyMoELayer.of(layer, session_of("fssdp", {}))
         messages.append(str(refused.value))
     return messages
+
+
+def test_what_replicas_would_lack_is_refused() -> None:
+    """Hosts replace methods of single objects, quantize linear layers, and change gradients in hooks."""
+    for found in run_megatron_ranks(_changed, 2, ep=2):
+        for (what, *_), message in found.items():
+            assert what in message
+            assert "--moe-strategy none" in message
+
+
+def _changed(rank: int, world_size: int) -> dict[tuple[str, bool, bool], str]:
+    """What is said of each change before and after layers with experts one by one and grouped have joined."""
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+    def own(owner: Any, name: str) -> None:
+        setattr(owner, name, MethodType(getattr(type(owner), name), owner))
+
+    def linear(layer: Any) -> Any:
+        return getattr(layer.experts, "local_experts", [layer.experts])[-1].linear_fc1
+
+    changes: dict[str, Callable[[Any], object]] = {
+        "another forward pass": lambda layer: own(layer.experts, "forward"),
+        "Linear with another forward pass": lambda layer: own(linear(layer), "forward"),
+        "quantizers": lambda layer: linear(layer).add_module("quantizer", torch.nn.Identity()),
+        "hooks on their Parameters": lambda layer: [*layer.experts.parameters()][-1].register_hook(torch.abs),
+        "combine_postprocess": lambda layer: own(layer.token_dispatcher, "combine_postprocess"),
+        "postprocess": lambda layer: own(layer, "postprocess"),
+    }
+    found = {}
+    for what, grouped, joined in product(changes, (False, True), (False, True)):
+        if what == "postprocess" and joined:
+            continue  # It may call the method that was there.
+        config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
+        layer, session = build_layer(config, "fssdp", {}, stock=True), session_of("fssdp", {"slots": 1})
+        if joined:
+            StrategyMoELayer.of(layer, session)(draw(rank))
+        changes[what](layer)
+        with pytest.raises(ConfigurationError) as refused:
+            (layer if joined else StrategyMoELayer.of(layer, session))(draw(rank))
+        found[what, grouped, joined] = str(refused.value)
+    return found
