@@ -176,7 +176,12 @@ class ResidentExperts:
         if not self._owned.layers:
             return
         most = self._optimizer.config.clip_grad
-        if most > 0 and grad_norm is not None:
+        if most > 0:
+            if grad_norm is None:
+                raise ConfigurationError(
+                    "resident replicas: got an optimizer's step_with_ready_grads(), wanted step(), which "
+                    "tells the norm by which replicas are clipped; call it, or use another --moe-strategy"
+                )
             share = most / (float(grad_norm) + 1e-6)
             if share < 1:
                 self._ddp.scale_gradients(share)

@@ -37,7 +37,7 @@ class BalanceReport:
         self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._told_s = -INTERVAL_S
         self._iteration = self._num_noted = self._num_measured = 0
-        self._knows_all = False
+        self._knows_all = self._lacks_loads = False
         self._last: list[tuple[LayerContext, LayerPlan, LayerLoad, np.ndarray]] = []
         self._seconds_3 = np.zeros(3)  # of measured iterations; waiting for weights, for gradients
 
@@ -59,6 +59,7 @@ class BalanceReport:
             if plan is not None and not layer.history.is_empty and layer.context.num_devices > 1
         ]
         self._knows_all = len(self._last) == len(layers)
+        self._lacks_loads = any(layer.history.is_empty and layer.context.num_devices > 1 for layer in layers)
         if self._num_noted == 1:  # the first iteration also allocates; pages of runs leave it out, too
             self._num_measured, self._seconds_3 = 0, np.zeros(3)
         self._num_noted += 1
@@ -79,6 +80,11 @@ class BalanceReport:
             return
         clauses = self._balance()
         if not clauses:
+            if self._lacks_loads:
+                logger.warning(
+                    f"[fssdp] {self._strategy} at the end, iteration {self._iteration}: it knew no loads and "
+                    "balanced nothing, because passes that Megatron runs in training mode are counted alone"
+                )
             return
         if speed := self._speed():
             clauses.append(f"MoE layers {speed:.2f} × as fast as under plain EP, by the planner's model")

@@ -10,7 +10,8 @@ and functions that a module looks up when it calls them. So hosts that have impo
                                            a rank without passes joins the iteration of the others
     the latter, prepare_grads and get_grad_norm of optimizers
                                            replicas' gradients come home before
-    step of optimizers                     the iteration ends
+    step, step_with_ready_grads of optimizers
+                                           the iteration ends, once
     states of optimizers by position       experts that have moved are refused
     MoELayer.route                         counts under ``none``; layers that train without the strategy are
                                            refused
@@ -63,6 +64,7 @@ def install() -> None:
     wrap(optimizers.ChainedOptimizer, "__init__", note_optimizer)
     for kind in _OPTIMIZERS:
         wrap(kind, "step", _step)
+        wrap(kind, "step_with_ready_grads", _step_alone)
         wrap(kind, "prepare_grads", _when_home)
         wrap(kind, "get_grad_norm", _when_home)
     for name in ("sharded_param_state_dp_reshardable", "sharded_param_state_dp_zero"):
@@ -148,6 +150,11 @@ def _step(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         for results in told:
             results.append(result)
     return result
+
+
+def _step_alone(step: Any, self: Any) -> Any:
+    # Some loops prepare and clip gradients by themselves. The norm of the gradients is not known here.
+    return _step(lambda self: (step(self), None), self)[0]
 
 
 def _by_position(state: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

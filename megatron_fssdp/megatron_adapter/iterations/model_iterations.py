@@ -6,7 +6,7 @@ many calls of a schedule they are in.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from megatron_fssdp.megatron_adapter.iterations.start_report import report_insta
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
 from megatron_fssdp.megatron_adapter.wrapping import wrap
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 
 @dataclass(eq=False)
@@ -47,6 +48,7 @@ class ModelIterations(HostModel):
         self._is_open = False
         self._is_by_hand = False  # No schedule has told of passes in the open iteration.
         self._is_scheduled = False  # A schedule runs passes.
+        self._is_stepping = False  # Optimizers step, which call each other.
         self._is_zero = True  # Gradients were set to zero since the iteration began, or since the last one.
         self._mixes = False  # Experts have moved, and gradients of others were kept in their slots.
         self._num_done = 0
@@ -75,7 +77,8 @@ class ModelIterations(HostModel):
     def _run_root(self, root: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of what contains a chunk's layers; loops without a schedule begin here."""
         clock = None if self.session is None else self.session.runtime.clock
-        trains = torch.is_grad_enabled() and root.training
+        # A schedule that trains runs backward passes in whatever mode the model is.
+        trains = torch.is_grad_enabled() and (root.training or self._is_scheduled)
         if trains and not self._is_open and (clock is None or not clock.driven):
             self.begin(0)
             self._is_by_hand = True
@@ -170,13 +173,18 @@ class ModelIterations(HostModel):
     def drop(self) -> None:
         """Drop an iteration, where gradients are set to zero; one without backward passes yet goes on."""
         self._is_zero, self._mixes = True, False
+        for layer in self._layers:
+            layer.gradients.passes_residents = False
         if self._may_have_gradients:
             self._drop()
 
     @property
+    def _layers(self) -> Sequence[SlotLayer]:
+        return () if self.session is None else self.session.runtime.layers
+
+    @property
     def _may_have_gradients(self) -> bool:
-        layers = () if self.session is None else self.session.runtime.layers
-        return not self._is_by_hand or any(layer.gradients.has_begun for layer in layers)
+        return not self._is_by_hand or any(layer.gradients.has_begun for layer in self._layers)
 
     def _drop(self) -> None:
         if self._is_open and self.driver is not None:
@@ -192,7 +200,13 @@ class ModelIterations(HostModel):
         self._drop()  # Gradients were set to zero, and only forward passes came before.
 
     def _note_move(self) -> None:
-        self._mixes = not self._is_zero
+        self._mixes = not self._is_zero or (self._is_open and self._has_gradients())
+
+    def _has_gradients(self) -> bool:
+        # Passes that begin no iteration, as in eval mode without a schedule, leave gradients, too.
+        slots = () if self.session is None else self.session.slots.parameters
+        found = [one.main_grad.any() for slot in slots for one in slot if hasattr(one, "main_grad")]
+        return bool(found) and bool(torch.stack(found).any())
 
     @contextmanager
     def step(self) -> Iterator[list[Any]]:
@@ -200,19 +214,30 @@ class ModelIterations(HostModel):
         results: list[Any] = []
         if self._is_zero and self._is_known:
             self.join()
-        if not self._is_open:  # A second optimizer of the model steps, or the model is frozen.
+        # A second optimizer of the model steps, or the model is frozen.
+        if not self._is_open or self._is_stepping:
             yield results
             return
         if self._mixes:
             raise ConfigurationError(
                 f"--moe-strategy {self.name}: got gradients that are kept while experts move, wanted "
-                f"zero_grad_buffer() in each iteration; call it, or {KEEP_OWNERS}"
+                "zero_grad_buffer() in each iteration, and then passes in training mode; call it, or "
+                f"{KEEP_OWNERS}"
+            )
+        if any(layer.gradients.passes_residents for layer in self._layers):
+            raise ConfigurationError(
+                f"--moe-strategy {self.name}: got gradients of which resident replicas have none, wanted all "
+                "backward passes in training mode, and after zero_grad_buffer(); use another --moe-strategy"
             )
         if self.driver is not None:
             self.driver.begin_step()
         if self._stock is not None:
             self._stock.share()
-        yield results
+        self._is_stepping = True
+        try:
+            yield results
+        finally:
+            self._is_stepping = False
         if self.driver is not None and results:
             self.driver.end_step(*results[0][:2])
         self._is_open = self._is_prepared = self._is_by_hand = self._is_zero = False
@@ -234,8 +259,7 @@ class ModelIterations(HostModel):
         """Check all that is known once a model is about to train, and build what needs its optimizer."""
         optimizer = optimizer_of(self)
         trains = any(parameter.requires_grad for chunk in self.chunks for parameter in chunk.parameters())
-        layers = [] if self.session is None else self.session.runtime.layers
-        seen = max((layer.history.num_seen for layer in layers), default=0)
+        seen = max((layer.history.num_seen for layer in self._layers), default=0)
         # Stages may be frozen, and ranks may have other numbers of micro-batches.
         of_ranks = of_all_ranks((trains, optimizer is not None, seen, num_micro_batches))
         trains, has_optimizer, self._num_done, num_micro_batches = map(max, zip(*of_ranks, strict=True))

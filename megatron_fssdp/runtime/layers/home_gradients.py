@@ -41,6 +41,8 @@ class HomeGradients:
     def __init__(self, local: LocalLayer, passes: Passes, on_home: Callable[[], object]) -> None:
         self._local, self._passes, self._on_home = local, passes, on_home
         self._resident_sums: Iterator[None] | None = None
+        # Owned experts alone have got gradients, of which resident replicas get none.
+        self.passes_residents = False
         self._num_before = 0, 0  # backward passes and announced micro-batches of the iteration before
         self.begin_anew()
 
@@ -102,6 +104,8 @@ class HomeGradients:
                 "before; run all backward passes between zero_grad_buffer() and finalize_model_grads()"
                 f"{more if self._is_reduced and slot_pass.plan.in_steps else ''}"
             )
+        if not slot_pass.plan.resident and (resident := self._local.context.resident) is not None:
+            self.passes_residents |= resident.num_replicas > 0
         self.is_home = False
         if slot_pass.is_shared and slot_pass.has_gradients and not slot_pass.plan.rematerialize:
             self._reopen_residents()

@@ -1,6 +1,7 @@
 """Loops that are correct in stock Megatron and unusual, and those that get one line of error instead."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,6 +94,34 @@ def averaged(host: Host, iteration: int) -> None:
     host.step(loss + host.passes(2))
 
 
+def in_parts(host: Host, iteration: int) -> None:
+    """The loop clips gradients by itself, between two parts of the optimizer's step."""
+    host.reset()
+    host.found.losses.append(host.passes())
+    host.found.gradients.append(host.gradients())
+    assert not host.optimizer.prepare_grads()
+    host.found.norms.append(float(host.optimizer.clip_grad_norm(0.5)))
+    assert host.optimizer.step_with_ready_grads()
+
+
+def in_eval_mode(host: Host, iteration: int) -> None:
+    """In every other iteration, the model is in eval mode when a schedule trains it."""
+    host.model.train(iteration % 2 == 0)
+    swift(host, iteration)
+
+
+def by_hand_in_eval_mode(host: Host) -> None:
+    """Nothing says that this trains, until gradients are reduced."""
+    from megatron.core.distributed import finalize_model_grads
+
+    host.reset()
+    host.model.eval()
+    loss = host.forward()
+    loss.backward()
+    finalize_model_grads([host.model])
+    host.step(float(loss))
+
+
 @torch.no_grad()
 def write(host: Host, weights: list[torch.Tensor]) -> None:
     for parameter, values in zip(host.gpt.parameters(), weights, strict=True):
@@ -121,7 +150,8 @@ def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, 
     quota, flexmoe = ("quota", {"slots": 2}), ("flexmoe", {})
     for loop, *others in (
         *((late_reset, quota), (first_forward_alone, quota), (reading, flexmoe), (own_finalize, flexmoe)),
-        *((halving, quota, flexmoe), (crossed, quota, flexmoe), (averaged, quota)),
+        *((halving, quota, flexmoe), (crossed, quota, flexmoe), (averaged, quota), (in_parts, quota)),
+        (in_eval_mode, flexmoe),
     ):
         stock, _ = trained(("none", {}), loop)
         for strategy in (MOVING, *others):
@@ -187,12 +217,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
     note(lambda: megatron_fssdp.restore_owners(host.model))
     while not said[-1]:
         note(lambda: host.step(host.passes()))  # Gradients are never set to zero, and experts move.
-    megatron_fssdp.attach("flexmoe", {"placement_interval": 1, "window": 1})
-    host = Host()
-    host.model.train()
-    for iteration in range(4):
-        swift(host, iteration)
+    for strategy in (MOVING, ("flexmoe", {"placement_interval": 1, "window": 1})):
+        megatron_fssdp.attach(*strategy)
+        host = Host()
+        host.model.train()
+        for iteration in range(2 if strategy is MOVING else 4):
+            swift(host, iteration)
+        note(partial(by_hand_in_eval_mode, host))
     note(lambda: host_loops.slime(host, 4))
+    host = Host()
+    note(lambda: in_parts(host, 0))
     host = Host()
     other = type("OtherAdam", (torch.optim.AdamW,), {})  # as slime may build
     for member in getattr(host.optimizer, "chained_optimizers", [host.optimizer]):
@@ -210,15 +244,19 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_what_cannot_be_served_is_one_line() -> None:
-    for middle, frozen, in_iteration, between, *_, kept, written, adam, adapted, other in run_megatron_ranks(
+    for *early, kept, moving, resident, written, parts, adam, adapted, other in run_megatron_ranks(
         refusals, 2, ep=2
     ):
+        middle, frozen, in_iteration, between = early[:4]
         assert "written in the middle of an iteration" in middle
         assert not frozen
         assert not between
         assert "in the middle of an iteration" in in_iteration
         assert "zero_grad_buffer()" in kept
+        assert "passes in training mode" in moving
+        assert "resident replicas have none" in resident
         assert "weights of experts that were written" in written
+        assert "step_with_ready_grads()" in parts
         assert "got the optimizer OtherAdam, wanted AdamW" in adam
         assert "LoRA" in adapted
         assert "none on rank 0 and fssdp on rank 1" in other
