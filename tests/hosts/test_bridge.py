@@ -18,6 +18,7 @@ EQUAL = [  # options of both runs, those of the plugin, number of ranks
     *(("", f"--attach {name}", 2) for name in ("ep", "prophet", "fastermoe", "auto", "flexmoe", "quota")),
     *((options, FSSDP, 2) for options in ("--evaluate-every 4", "--model-config", "--grouped --sgd")),
     *((options, FSSDP, 2) for options in (OVERLAPS, "--recompute", "--tp 2")),
+    (OVERLAPS, "--attach flexmoe --settings placement_interval=2,window=2", 2),
     ("", MOVING, 2),
     ("--pp 2", FSSDP, 4),
     ("--pp 2", MOVING, 4),

@@ -8,7 +8,7 @@ SparseAllGather, a change of replicas copies parameters, master weights and opti
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,7 +69,7 @@ class ResidentExperts:
         self._ddp = DistributedDataParallel(
             first.config,
             # Non-finite gradients also arrive at the owners, where Megatron finds them.
-            replace(
+            _changed(
                 first.ddp_config,
                 overlap_grad_reduce=False,
                 overlap_param_gather=False,
@@ -84,7 +84,7 @@ class ResidentExperts:
         )
         self._resident_optimizer = get_megatron_optimizer(
             # Gradients are clipped by the model's norm in :meth:`_step`.
-            replace(
+            _changed(
                 optimizer.config,
                 clip_grad=0.0,
                 timers=None,
@@ -197,6 +197,13 @@ class ResidentExperts:
         for _, group in _groups(self._resident_optimizer):
             settings = groups.get(_identity(group), {})
             group.update({k: value for k, value in settings.items() if k not in ("params", "param_names")})
+
+
+def _changed(config: Any, **changes: Any) -> Any:
+    """A copy of a config. Those of Megatron-Bridge are finished by a call, not when they are made."""
+    changed = copy(config)
+    vars(changed).update(changes)
+    return changed
 
 
 def _like(template: ExpertParameters) -> ExpertParameters:

@@ -37,15 +37,16 @@ class Host:
         model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
         self.config = config()
-        ddp_config = DistributedDataParallelConfig(
-            **{"use_distributed_optimizer": True, "bucket_size": 4000, **options}
+        ddp_config = finished(
+            DistributedDataParallelConfig,
+            **{"use_distributed_optimizer": True, "bucket_size": 4000, **options},
         )
         self.gpt = build(self.config)
         self.model = DistributedDataParallel(self.config, ddp_config, self.gpt)
         adam = {"optimizer": "adam", "lr": 2e-2, "overlap_param_gather": ddp_config.overlap_param_gather}
         distributed = ddp_config.use_distributed_optimizer
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(use_distributed_optimizer=distributed, **adam), [self.model]
+            finished(OptimizerConfig, use_distributed_optimizer=distributed, **adam), [self.model]
         )
         self._hooks()
         if ddp_config.overlap_param_gather:  # as Megatron-LM does until the first step is over
@@ -158,6 +159,13 @@ class Host:
         if self.model.ddp_config.overlap_param_gather:
             self.model.enable_forward_pre_hook()
             self.config.param_sync_func = self.model.start_param_sync
+
+
+def finished(kind: Any, **options: Any) -> Any:
+    """A config of a class whose objects are finished by a call, as Megatron-Bridge's are."""
+    late = type(kind.__name__, (kind,), {"__post_init__": lambda self: None})(**options)
+    kind.__post_init__(late)
+    return late
 
 
 def config() -> Any:
