@@ -83,7 +83,7 @@ class BalanceReport:
             if self._lacks_loads:
                 logger.warning(
                     f"[fssdp] {self._strategy} at the end, iteration {self._iteration}: it knew no loads and "
-                    "balanced nothing, because passes that Megatron runs in training mode are counted alone"
+                    "balanced nothing; passes are counted in training mode, or if a schedule trains by them"
                 )
             return
         if speed := self._speed():

@@ -1,11 +1,17 @@
 """The lines of the log that say how evenly a training loads its devices."""
 
+import logging
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.support.training_preload import run_megatron_ranks
+
 from ..training_run import train
+from .host_loops import Host
+from .test_host_loops import FSSDP
+from .test_unusual_loops import by_hand_in_eval_mode
 
 GIVEN = "fssdp slots=2 overlap_degree=4"
 SKEWED = "{EP2} --train-iters 6 --log-interval 2 --moe-router-force-biased 1.5"
@@ -48,6 +54,24 @@ def test_the_last_line_without_records(strategy: str, arguments: str, said: str,
     if strategy == "ep":
         assert len(loads(end)) == 1
     assert end.endswith("Next: record with --moe-strategy-set record_dir=DIR, then megatron-fssdp report DIR")
+
+
+def told_at_the_end(rank: int, world_size: int) -> list[str]:
+    import megatron_fssdp
+
+    messages = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_fssdp").addHandler(handler)
+    attachment, host = megatron_fssdp.attach(*FSSDP), Host()
+    for _ in range(2):
+        by_hand_in_eval_mode(host)
+    attachment.models[0].driver.tell_end()
+    return messages[-1:]
+
+
+def test_a_loop_whose_passes_nobody_counts_is_told() -> None:
+    assert ["balanced nothing" in one for one in run_megatron_ranks(told_at_the_end, 2, ep=2)[0]] == [True]
 
 
 @pytest.mark.slow
