@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 from megatron_fssdp.config.run.megatron_options import quiet_output
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.diagnosis.devices import (
+    Finding,
     Gpus,
     check_devices,
     check_folder,
     look_at_gpus,
+    note,
+    problem,
     shown_variables,
 )
-from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
 from megatron_fssdp.megatron_adapter.support import capabilities
 from megatron_fssdp.megatron_adapter.support.broken_packages import (
     TRANSFORMER_ENGINE,

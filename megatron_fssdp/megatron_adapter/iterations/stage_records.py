@@ -3,6 +3,7 @@
 Shape letters: Z micro-batches, D devices, E experts.
 """
 
+import os
 import resource
 import socket
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
-from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
@@ -42,7 +42,7 @@ class RankRecord:
     peer: int = field(default_factory=parallel_state.get_expert_tensor_parallel_rank)
     device: int = field(default_factory=parallel_state.get_expert_model_parallel_rank)
     host: str = field(default_factory=socket.gethostname)
-    cores: int = field(default_factory=usable_cores)
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     peak_bytes: int = field(default_factory=_peak_bytes)
 
 

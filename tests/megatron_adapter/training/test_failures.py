@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fssdp.megatron_adapter.training.stopped_training import how_to_go_on
+from megatron_fssdp.megatron_adapter.training.training_hooks import how_to_go_on
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.testing.ranks import RankError
 
