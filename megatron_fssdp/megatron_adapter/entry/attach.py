@@ -73,10 +73,10 @@ def get_gpt_decoder_block_spec(
     """Return Megatron's GPT decoder block spec of this pipeline stage, after a strategy is attached.
 
     Hosts take it by name, as in ``--spec megatron_fssdp get_gpt_decoder_block_spec``, and so import the
-    plugin on every rank, also in Ray workers. The strategy is ``strategy`` with its ``settings``, else that of the
-    command line, or of the environment. Positional arguments are those of Megatron's function, ``config`` and
-    ``use_transformer_engine``, or those of slime: parsed arguments, ``config`` and the stage. Transformer
-    Engine is used by default if it is there and the config asks for it.
+    plugin on every rank, also in Ray workers. The strategy is ``strategy`` with its ``settings``, else that
+    of the command line, or of the environment. Positional arguments are those of Megatron's function,
+    ``config`` and ``use_transformer_engine``, or those of slime: parsed arguments, ``config`` and the stage.
+    Transformer Engine is used by default if it is there and the config asks for it.
 
     Raises:
         ConfigurationError: Nothing asks for a strategy.

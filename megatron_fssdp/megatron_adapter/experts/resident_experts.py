@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
-from megatron_fssdp.megatron_adapter.experts.slot_states import is_layer_wise, members_of
+from megatron_fssdp.megatron_adapter.experts.slot_quantities import is_layer_wise, members_of
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.placement.owner_map import EMPTY, ResidentMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from megatron_fssdp.megatron_adapter.experts.slot_states import members_of
+from megatron_fssdp.megatron_adapter.experts.slot_quantities import members_of
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations

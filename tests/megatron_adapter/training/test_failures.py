@@ -183,7 +183,7 @@ def die_after(owner: str | type, name: str) -> None:
 
 CARGO = "megatron_fssdp.collectives.sparse.transfer_cargo"
 LAYER = "megatron_fssdp.megatron_adapter.layer.moe_layer:StrategyMoELayer"
-WRITTEN = "megatron_fssdp.megatron_adapter.experts.slot_quantities:PartedQuantity"
+WRITTEN = "megatron_fssdp.collectives.sparse.slot_exchange:SlotQuantity"
 TRAINING = "{EP2} --train-iters 4 --save-interval 2 --no-save-rng --no-load-rng"
 # When a rank has sent a piece of an expert or of a gradient, between gate and dispatch, and in a re-shard.
 KILLED = {
