@@ -19,10 +19,9 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
 from megatron_fssdp.megatron_adapter.checkpoints.named_copies import install_exports
-from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal
-from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings, check_equal
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
-from megatron_fssdp.megatron_adapter.layer.joined_model import join, numbers_of
+from megatron_fssdp.megatron_adapter.layer.moe_layer import join, numbers_of
 from megatron_fssdp.megatron_adapter.layer.strategy_session import DEFAULT_OPTIONS, StrategySession
 
 logger = logging.getLogger(__name__)

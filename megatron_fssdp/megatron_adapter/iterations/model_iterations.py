@@ -22,14 +22,17 @@ from torch.utils._pytree import tree_leaves
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal_settings, refused_together
-from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel
+from megatron_fssdp.megatron_adapter.iterations.host_settings import (
+    HostModel,
+    check_equal_settings,
+    refused_together,
+)
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.iterations.model_marks import optimizer_of
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
-from megatron_fssdp.megatron_adapter.iterations.start_report import report_installation
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
+from megatron_fssdp.megatron_adapter.iterations.training_reports import report_installation
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 

@@ -13,8 +13,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.collectives.gathered_counts import CountsOnTheWay, start_counts
-from megatron_fssdp.megatron_adapter.layer.joined_model import trained_layers
-from megatron_fssdp.megatron_adapter.layer.moe_layer import global_number
+from megatron_fssdp.megatron_adapter.layer.moe_layer import global_number, trained_layers
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners

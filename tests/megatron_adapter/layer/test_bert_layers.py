@@ -44,7 +44,7 @@ def _check_models(rank: int, world_size: int) -> None:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
 
     from megatron_fssdp.megatron_adapter.layer import bert_layers
-    from megatron_fssdp.megatron_adapter.layer.joined_model import join
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import join
 
     dense = model_of(stock, None)
     bert_layers.install()
