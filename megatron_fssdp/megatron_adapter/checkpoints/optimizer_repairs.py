@@ -65,7 +65,11 @@ def _offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int,
 
 def _state_dict_with_a_step(state_dict: Any, self: Any) -> Any:
     if _is_repaired(self) and not self.optimizer.state:
-        _start_empty_state(self.optimizer)
+        self.init_state_fn(self.optimizer, self.config)
+        for parameter, state in self.optimizer.state.items():
+            # With these states, Adam's first step begins, so nothing else changes.
+            device = parameter.device if self.config.optimizer_cuda_graph else "cpu"
+            state["step"] = torch.zeros((), device=device)
     return state_dict(self)
 
 
@@ -87,15 +91,3 @@ def _set_state_except_step(set_state: Any, self: Any, model_param: Any, tensors:
 
 def _is_repaired(optimizer: Any) -> bool:
     return isinstance(optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW))
-
-
-def _start_empty_state(adam: torch.optim.Optimizer) -> None:
-    # With these states, Adam's first step begins, so nothing else changes.
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
-            adam.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }

@@ -142,12 +142,11 @@ def _when_home(read: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _step(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    with ExitStack() as surrounded:
-        told = [surrounded.enter_context(model.step()) for model in models_of(self)]
-        result = step(self, *args, **kwargs)
-        for results in told:
-            results.append(result)
-    return result
+    ending = [model for model in models_of(self) if model.begin_step()]
+    results = step(self, *args, **kwargs)
+    for model in ending:
+        model.end_step(*results)
+    return results
 
 
 def _by_position(state: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -86,7 +86,10 @@ class HostModel:
     settings: StrategySettings
     host: HostSettings
     session: StrategySession | None
-    chunks: list[Any] = field(default_factory=list, init=False)  # of this rank, as DDP wraps them
+    # Of this rank: its chunks that DDP has wrapped, how many there will be, and their layers.
+    chunks: list[Any] = field(default_factory=list, init=False)
+    num_chunks: int = field(default=1, init=False)
+    numbers: set[tuple[int | None, int]] = field(default_factory=set, init=False)
 
 
 @contextmanager

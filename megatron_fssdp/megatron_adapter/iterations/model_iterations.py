@@ -61,10 +61,6 @@ class ModelIterations(HostModel):
             self.session.slots.before_home, self.session.slots.on_move = self._leave, self._note_move
             self.session.runtime.measure |= self.host.has_boards  # Layers read this when they join.
 
-    def num_chunks_missing(self, config: Any) -> int:
-        """Chunks of this rank that DDP has not wrapped."""
-        return (config.virtual_pipeline_model_parallel_size or 1) - len(self.chunks)
-
     def add(self, ddp: Any) -> None:
         """Add a chunk that DDP has wrapped."""
         self.chunks.append(ddp)
@@ -197,15 +193,12 @@ class ModelIterations(HostModel):
     def _note_move(self) -> None:
         self._mixes = not self._is_zero
 
-    @contextmanager
-    def step(self) -> Iterator[list[Any]]:
-        """Surround the optimizer's step, whose results the caller puts into the list; the iteration ends."""
-        results: list[Any] = []
+    def begin_step(self) -> bool:
+        """Bring gradients home before the optimizer's step; return whether it ends an iteration."""
         if self._is_zero and self._is_known:
             self.join()
         if not self._is_open:  # A second optimizer of the model steps, or the model is frozen.
-            yield results
-            return
+            return False
         if self._mixes:
             raise ConfigurationError(
                 f"--moe-strategy {self.name}: got gradients that are kept while experts move, wanted "
@@ -215,9 +208,12 @@ class ModelIterations(HostModel):
             self.driver.begin_step()
         if self._stock is not None:
             self._stock.share()
-        yield results
-        if self.driver is not None and results:
-            self.driver.end_step(*results[0][:2])
+        return True
+
+    def end_step(self, has_stepped: bool, grad_norm: Any, *_: Any) -> None:
+        """End the iteration after the optimizer's step, with its results."""
+        if self.driver is not None:
+            self.driver.end_step(has_stepped, grad_norm)
         self._is_open = self._is_prepared = self._is_by_hand = self._is_zero = False
         loads = [] if self.driver is None else self.driver.end()
         if self._stock is not None:
@@ -227,7 +223,7 @@ class ModelIterations(HostModel):
         if self.recorder is not None and self.recorder.wants_iteration(number):
             _synchronize()  # The step's kernels must be in its time.
             self._facts.iteration_s = time.perf_counter() - self._began_s
-            self._facts.grad_norm = results[0][1] if results else None
+            self._facts.grad_norm = grad_norm
             moved, selected = (
                 (None, None) if self.driver is None else (self.driver.reshard, self.driver.selection)
             )

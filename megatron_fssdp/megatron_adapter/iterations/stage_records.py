@@ -81,9 +81,10 @@ def _stage(ranks: list[RankRecord]) -> RankRecord:
     reshards = [record.reshard for record in groups]
     moved_bytes = sum(reshard.bytes_moved for reshard in reshards)
     seconds = max(reshard.seconds for reshard in reshards)
+    losses = [number for record in ranks for number in record.loss or ()]
     return replace(
         groups[0],
-        loss=_sum_of([record.loss for record in ranks if record.loss is not None]),
+        loss=(sum(losses[::2]), sum(losses[1::2])) if losses else None,
         loads=[
             _layer(
                 [record.loads[index] for record in groups if record.peer == 0],
@@ -94,10 +95,6 @@ def _stage(ranks: list[RankRecord]) -> RankRecord:
         ],
         reshard=ReshardReport(reshards[0].experts_moved, moved_bytes, seconds),
     )
-
-
-def _sum_of(losses: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    return (sum(one for one, _ in losses), sum(number for _, number in losses)) if losses else None
 
 
 def _layer(

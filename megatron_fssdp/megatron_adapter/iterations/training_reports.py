@@ -232,11 +232,21 @@ class BalanceReport:
     def _balance(self) -> list[str]:
         if not self._last:
             return []
-        before = float(np.mean([max_over_mean(_plain_D(one, counts)) for one, *_, counts in self._last]))
-        after_L = [_used_D(*used) for used in self._last]
+        # Plain EP divides experts evenly, in their order.
+        plain_L = [
+            counts_DE.sum(axis=0).reshape(len(counts_DE), -1).sum(axis=1) for *_, counts_DE in self._last
+        ]
+        before = float(np.mean(list(map(max_over_mean, plain_L))))
         clauses = [f"busiest device {before:.2f} × mean load"]
-        if all(after_D is not None for after_D in after_L):
-            after = float(np.mean([max_over_mean(after_D) for after_D in after_L if after_D is not None]))
+        # Measured loads of the devices, or the plan's; if each micro-batch had its own plan, nobody knows.
+        if all(load.device_D.any() or not plan.each_micro_batch for _, plan, load, _ in self._last):
+            after_L = [
+                load.device_D
+                if load.device_D.any()
+                else plan.dispatch(counts_DE, context.topology).device_tokens_D
+                for context, plan, load, counts_DE in self._last
+            ]
+            after = float(np.mean(list(map(max_over_mean, after_L))))
             if round(after, 2) != round(before, 2):
                 clauses = [f"busiest device {before:.2f} → {after:.2f} × mean load"]
         placements = [load.placements or (plan.placement,) for _, plan, load, _ in self._last]
@@ -264,15 +274,3 @@ class BalanceReport:
             plain_s += priced.moe_s
             used_s += plan_price(plan, counts_DE, context, num_micro_batches=times).moe_s
         return plain_s / used_s if used_s else None
-
-
-def _plain_D(context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
-    owner_E = even_owners(context.num_experts, context.num_devices)
-    return np.bincount(owner_E, weights=counts_DE.sum(axis=0), minlength=context.num_devices)
-
-
-def _used_D(context: LayerContext, plan: LayerPlan, load: LayerLoad, counts_DE: np.ndarray) -> Any:
-    """Measured loads of the devices, or the plan's; None if each micro-batch had its own plan."""
-    if load.device_D.any():
-        return load.device_D
-    return None if plan.each_micro_batch else plan.dispatch(counts_DE, context.topology).device_tokens_D
