@@ -14,12 +14,12 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.iterations import core_seams
 from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment, current, set_current
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.megatron_adapter.support import megatron_repairs
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 
 STRATEGY_VARIABLE = "MEGATRON_FSSDP_STRATEGY"
@@ -113,7 +113,7 @@ def use(attachment: Attachment) -> Attachment:
     """Install all seams of megatron-core, once, and attach a strategy."""
     on_cpu = cpu_runtime.install()
     check_seams(for_training=False)
-    optimizer_repairs.install()
+    megatron_repairs.install()
     core_seams.install()
     if not on_cpu and isinstance(attachment.settings, PlacementSettings):
         # NCCL asks for it where communicators are used at the same time; before 2.26 it is ignored.

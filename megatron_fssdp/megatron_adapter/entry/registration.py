@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files import run_lock
-from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.argument_check import (
     add_strategy_arguments,
@@ -22,8 +21,8 @@ from megatron_fssdp.megatron_adapter.entry.attach import use
 from megatron_fssdp.megatron_adapter.entry.bad_input import report_uncaught
 from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment, set_current
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.support import megatron_repairs
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
-from megatron_fssdp.megatron_adapter.support.dataset_helpers import compilation_if_needed
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 
@@ -48,13 +47,9 @@ def _wrap_megatron() -> None:
     # The CPU patches must come before the first use of Megatron. On a GPU run they do nothing.
     on_cpu = cpu_runtime.install()
     check_seams(for_training=True)
-    optimizer_repairs.install()
+    megatron_repairs.install()
 
-    from megatron.core.datasets import utils
     from megatron.training import arguments, global_vars, training
-
-    if not on_cpu:
-        utils.compile_helpers = compilation_if_needed(utils.compile_helpers)
 
     # parse_args builds the parser by calling this function of its module.
     def add_megatron_arguments(add_arguments: Any, parser: Any) -> Any:
