@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.strategy.strategy_registry import register_strategy
-    from megatron_fssdp.megatron_adapter.checkpoints.named_copies import restore_owners
     from megatron_fssdp.megatron_adapter.entry.attach import (
         attach,
         attach_from_environment,
         get_gpt_decoder_block_spec,
     )
     from megatron_fssdp.megatron_adapter.entry.registration import register
+    from megatron_fssdp.megatron_adapter.experts.named_copies import restore_owners
 
 try:
     __version__ = version("megatron-fssdp")
@@ -43,7 +43,7 @@ _PLACES = {
     "get_gpt_decoder_block_spec": _ATTACH,
     "register": "megatron_fssdp.megatron_adapter.entry.registration",
     "register_strategy": "megatron_fssdp.config.strategy.strategy_registry",
-    "restore_owners": "megatron_fssdp.megatron_adapter.checkpoints.named_copies",
+    "restore_owners": "megatron_fssdp.megatron_adapter.experts.named_copies",
 }
 _REPLACED = ("start_session", "get_moe_module_spec", "get_bert_layer_spec")
 

@@ -1,1 +1,1 @@
-"""Checkpoints that can be loaded under any strategy, and copies of weights by name."""
+"""Checkpoints that can be loaded under any strategy."""

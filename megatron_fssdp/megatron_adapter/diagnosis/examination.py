@@ -173,11 +173,7 @@ def check_seams(has_megatron: bool) -> list[Finding]:
     if not has_megatron:
         return [note(check, "not checked, because Megatron cannot be imported")]
     for seam in capabilities.SEAMS:
-        try:
-            reason = capabilities.absence(seam)
-        except Exception as raised:  # A module of Megatron may raise any error when it is imported.
-            reason = raised
-        if reason is None:
+        if (reason := capabilities.absence(seam)) is None:
             continue
         name, found = f"seam {seam.path}", f"not in {seam.module} ({one_line(reason)})"
         use = f"here the plugin {seam.purpose}, for {seam.needed_by}"

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import install_exports
+from megatron_fssdp.megatron_adapter.experts.named_copies import install_exports
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings, check_equal
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 from megatron_fssdp.megatron_adapter.layer.moe_layer import join, numbers_of

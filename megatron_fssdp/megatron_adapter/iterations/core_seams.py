@@ -32,7 +32,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import refuse_moved
+from megatron_fssdp.megatron_adapter.experts.named_copies import refuse_moved
 from megatron_fssdp.megatron_adapter.iterations.attachment import current
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 from megatron_fssdp.megatron_adapter.iterations.model_marks import mark, model_of, models_of, note_optimizer

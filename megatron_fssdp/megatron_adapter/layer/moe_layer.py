@@ -20,9 +20,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import keep_names
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
+from megatron_fssdp.megatron_adapter.experts.named_copies import keep_names
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession

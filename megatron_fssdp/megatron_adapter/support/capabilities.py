@@ -146,7 +146,7 @@ def absence(seam: Seam) -> Exception | None:
         found: Any = importlib.import_module(seam.module)
         for name in seam.path.split("."):
             found = None if _assigns(found, name) else getattr(found, name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # A module of Megatron may raise any error when it is imported.
         return error
     return None
 
