@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
@@ -271,8 +272,6 @@ class ModelIterations(HostModel):
 
 def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:
     """The smallest module that contains all MoE layers of a chunk, outside of lists of layers."""
-    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-
     paths = [name.replace(".", "/") for name, one in ddp.named_modules() if isinstance(one, BaseMoELayer)]
     if not paths:
         return None
