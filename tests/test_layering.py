@@ -124,7 +124,7 @@ FORBIDDEN = {
 
 # An import of a type alone: Parameters lead to their model, and the model looks for its optimizer by them.
 CIRCLES = {
-    tuple(f"{PACKAGE}.megatron_adapter.iterations.{name}" for name in ("model_marks", "model_iterations"))
+    tuple(f"{PACKAGE}.megatron_adapter.iterations.{name}" for name in ("host_settings", "model_iterations"))
 }
 """Imports that close circles between files."""
 

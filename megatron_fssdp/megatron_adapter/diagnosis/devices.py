@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from megatron_fssdp.megatron_adapter.support.broken_packages import one_line
+from megatron_fssdp.megatron_adapter.support.capabilities import one_line
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.run.run_config import RunConfig

@@ -24,12 +24,14 @@ from megatron_fssdp.megatron_adapter.diagnosis.devices import (
     shown_variables,
 )
 from megatron_fssdp.megatron_adapter.support import capabilities
-from megatron_fssdp.megatron_adapter.support.broken_packages import (
+from megatron_fssdp.megatron_adapter.support.capabilities import (
+    TESTED_VERSIONS,
     TRANSFORMER_ENGINE,
     broken_package,
+    is_tested,
     one_line,
+    pip_install,
 )
-from megatron_fssdp.megatron_adapter.support.capabilities import TESTED_VERSIONS, is_tested, pip_install
 from megatron_fssdp.planning.compiled_form import REBUILD, kernel_form
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry.bad_input import EXIT_BAD_INPUT, report
-from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
+from megatron_fssdp.megatron_adapter.support.capabilities import broken_package_message
 
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py|-m MODULE ARGS… [--moe-strategy NAME]"
 

@@ -34,8 +34,8 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.experts.named_copies import refuse_moved
 from megatron_fssdp.megatron_adapter.iterations.attachment import current
+from megatron_fssdp.megatron_adapter.iterations.host_settings import mark, model_of, models_of, note_optimizer
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
-from megatron_fssdp.megatron_adapter.iterations.model_marks import mark, model_of, models_of, note_optimizer
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import count
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.wrapping import wrap

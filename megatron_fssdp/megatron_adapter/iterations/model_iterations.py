@@ -26,10 +26,10 @@ from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     HostModel,
     check_equal_settings,
+    optimizer_of,
     refused_together,
 )
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-from megatron_fssdp.megatron_adapter.iterations.model_marks import optimizer_of
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads

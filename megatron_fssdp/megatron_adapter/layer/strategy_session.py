@@ -16,9 +16,8 @@ from megatron_fssdp.config.loading import load_yaml
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, checks_plans, puts_weights
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
-from megatron_fssdp.megatron_adapter.support.known_options import check_known
 from megatron_fssdp.megatron_adapter.support.limits import check_limits
-from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
+from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings, check_known
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
