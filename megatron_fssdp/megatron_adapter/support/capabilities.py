@@ -108,9 +108,14 @@ SEAMS = _seams(
       _ParamAndGradBuffer.reset | drops the sums of replicas with the gradients | placement
       _ParamAndGradBucketGroup.start_grad_sync | waits for complete expert gradients | parallel
       _ParamAndGradBucketGroup.finish_grad_sync | completes expert gradients before their reduction | parallel
+      _ParamAndGradBucketGroup.finish_param_sync | ends the gather of parameters before experts move | moving
     megatron.core.distributed
       DistributedDataParallel._make_forward_pre_hook | gathers parameters before replicas | gather
       DistributedDataParallel._make_backward_post_hook | waits for what DDP adds to gradients | parallel
+      DistributedDataParallel.scale_gradients | completes expert gradients before | placement
+      DistributedDataParallel.expert_parallel_bucket_groups | ends it before experts move | moving
+      DistributedDataParallel.remove_forward_pre_hook_handles | ends it before experts move | moving
+      DistributedDataParallel.overlap_param_gather_with_optimizer_step | ends it before experts move | moving
     megatron.core.datasets.utils
       compile_helpers | uses compiled dataset helpers where there are some | every
     megatron.training.arguments
@@ -130,13 +135,6 @@ SEAMS = _seams(
       TransformerLayer.mlp | starts to gather experts while attention computes | placement
       TransformerLayer._forward_attention | starts it in the combined schedule | placement
       TransformerLayer._te_cuda_graph_replay | starts it before a CUDA graph of attention | placement
-    megatron.core.distributed.param_and_grad_buffer
-      _ParamAndGradBucketGroup.finish_param_sync | ends the gather of parameters before experts move | moving
-    megatron.core.distributed
-      DistributedDataParallel.scale_gradients | completes expert gradients before | placement
-      DistributedDataParallel.expert_parallel_bucket_groups | ends it before experts move | moving
-      DistributedDataParallel.remove_forward_pre_hook_handles | ends it before experts move | moving
-      DistributedDataParallel.overlap_param_gather_with_optimizer_step | ends it before experts move | moving
     megatron.core.optimizer.distrib_optimizer
       DistributedOptimizer._get_model_param_range_map | moves optimizer states between devices | states
     megatron.core.dist_checkpointing.serialization
