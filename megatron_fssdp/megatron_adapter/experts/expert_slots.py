@@ -60,9 +60,10 @@ class ExpertResharding:
     optimizer: Any
 
     def __post_init__(self) -> None:
-        self._quantities()  # A run whose slots cannot be exchanged should fail now.
+        self.quantities()  # A run whose slots cannot be exchanged should fail now.
 
-    def _quantities(self) -> list[slot_exchange.SlotQuantity]:
+    def quantities(self) -> list[slot_exchange.SlotQuantity]:
+        """What the slots exchange: see :func:`slot_quantities`."""
         groups = self.expert_parallel, self.expert_data_parallel
         return slot_quantities(self.slots, self.optimizer, *groups)
 
@@ -74,7 +75,7 @@ class ExpertResharding:
         """
         device = self.slots[0][0].device
         started_s = _synchronized_s(device)
-        quantities = self._quantities()
+        quantities = self.quantities()
         _finish_parameter_gathers(self.model_chunks)
         with naming_failures(what):
             slot_exchange.exchange_slots(self.expert_parallel, moves, quantities, are_copies=are_copies)
