@@ -22,6 +22,7 @@ NAMES = (
     "constants",
     "transfer_trees",
     "price_formula",
+    "layer_traffic",
     "priced_layer",
     "placement_descent",
     "placement_search",
