@@ -15,12 +15,15 @@ cdef class PricedLayer(LayerTraffic):
     @cython.locals(work=double)
     @cython.final
     cdef void aim_below(self, double seconds) noexcept nogil
-    @cython.locals(tokens=double, pairs=double, moved=double, moved_far=double, share=double, computed=double, got=double, sent=double, is_smooth=bint, limits=bint, has=bint, num=Py_ssize_t, at=Py_ssize_t, rank=Py_ssize_t)
+    @cython.locals(tokens=double, pairs=double, moved=double, moved_far=double, most=double, is_smooth=bint)
     @cython.final
-    cdef void look_at(self, Py_ssize_t node, Py_ssize_t row, Py_ssize_t expert) noexcept nogil
-    @cython.locals(pairs=double, got=double, sent=double, gets=double, sends=double, is_smooth=bint, is_sent=bint)
+    cdef void look_at(self, Py_ssize_t node, Py_ssize_t row) noexcept nogil
+    @cython.locals(pairs=double, sent=double, is_smooth=bint)
     @cython.final
-    cdef void look_between(self, Py_ssize_t node, Py_ssize_t row, Py_ssize_t expert, bint is_held) noexcept nogil
+    cdef void look_between(self, Py_ssize_t node, Py_ssize_t row, Py_ssize_t expert) noexcept nogil
+    @cython.locals(tokens=double, pairs=double, moved=double, moved_far=double, far_device=double, share=double, got=double, sent=double, least=double, more=double, is_smooth=bint, limits=bint, num=Py_ssize_t, at=Py_ssize_t, rank=Py_ssize_t)
+    @cython.final
+    cdef void add_holders(self, Py_ssize_t node, Py_ssize_t row, Py_ssize_t expert, Py_ssize_t without) noexcept nogil
     @cython.final
     cdef void join(self, Py_ssize_t row, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     @cython.locals(row=Py_ssize_t, without=Py_ssize_t, lacking=Py_ssize_t, is_smooth=bint, far_device=double, far=double)
@@ -40,4 +43,5 @@ cdef class PricedLayer(LayerTraffic):
 
 cdef double _raised(bint is_smooth, double value) noexcept nogil
 cdef double _join(bint is_smooth, double most, double value) noexcept nogil
+cdef double _grow(bint is_smooth, double most, double before, double after) noexcept nogil
 cdef double _eighth_root(double number) noexcept nogil

@@ -47,9 +47,9 @@ class PricedLayer(LayerTraffic):
             self.fill = max(self.fill, self.fill_E[i])
         for node in range(self.num_nodes):
             if self.is_stale_N[node] or self.is_smooth != self.most_is_smooth:
-                self.look_at(node, node, -1)
+                self.look_at(node, node)
                 self.is_stale_N[node] = 0
-            self.look_between(node, node, -1, False)
+            self.look_between(node, node, -1)
         self.most_is_smooth = self.is_smooth
         seconds = self.price_with(-1, -1)
         self.rest_s = seconds - self.costs.experts
@@ -62,77 +62,88 @@ class PricedLayer(LayerTraffic):
             work = (seconds * (1.0 + ROUNDING) - self.rest_s) / self.costs.per_token
             self.most_work = _raised(self.is_smooth, work)
 
-    def look_at(self, node: int, row: int, expert: int) -> None:
-        """Write to a row of ``most`` what a node's devices do, with a walked expert; -1 for none."""
-        tokens = pairs = moved = moved_far = share = 0.0
-        is_smooth, limits = self.is_smooth, self.costs.limits_devices
-        num = 0
-        at = -1
-        rank = 0
+    def look_at(self, node: int, row: int) -> None:
+        """Write to a row of ``most`` what a node's devices do in it, and the experts of single devices."""
+        tokens = pairs = moved = moved_far = 0.0
+        is_smooth = self.is_smooth
+        for i in range(self.first_N[node], self.first_N[node + 1]):
+            device = self.member_D[i]
+            tokens = _join(is_smooth, tokens, _raised(is_smooth, self.work[device]))
+            most = max(self.pairs_in[device], self.pairs_out[device])
+            pairs = _join(is_smooth, pairs, _raised(is_smooth, most))
+            most = max(self.moves_in[device], self.moves_out[device])
+            moved = _join(is_smooth, moved, _raised(is_smooth, most))
+            if self.costs.limits_devices:
+                most = max(self.moves_in[self.far_at + device], self.moves_out[self.far_at + device])
+                moved_far = _join(is_smooth, moved_far, _raised(is_smooth, most))
+        self.most[row, 0], self.most[row, 1], self.most[row, 2] = tokens, pairs, moved
+        self.most[row, 3] = moved_far
+
+    def look_between(self, node: int, row: int, expert: int) -> None:
+        """Write to a row of ``most`` what else goes between nodes; the node lacks an expert, or -1."""
+        place = self.num_devices + node
+        sent = self.pairs_out[place]
+        is_smooth = self.is_smooth
         if expert >= 0:
-            num = self.holders_EN[expert, node]
-        if num > 0:
-            share = self.rest_EN[expert, node] / num
-            at = self.leader_at(expert, node)
-            rank = self.rank_of_first(expert, node, at)
+            sent += self.load_EN[expert, node]
+        self.most[row, 4] = _raised(is_smooth, max(self.moves_in[place], self.moves_out[place]))
+        self.most[row, 6] = _raised(is_smooth, max(self.pairs_in[place], sent))
+        if not self.costs.limits_devices:
+            return
+        pairs = 0.0
+        for i in range(self.first_N[node], self.first_N[node + 1]):
+            device = self.member_D[i]
+            sent = self.pairs_out[self.far_at + device]
+            if expert >= 0:
+                sent += self.load_ED[expert, device]
+            pairs = _join(is_smooth, pairs, _raised(is_smooth, max(self.pairs_in[self.far_at + device], sent)))
+        self.most[row, 5] = pairs
+
+    def add_holders(self, node: int, row: int, expert: int, without: int) -> None:
+        """Write to a row of ``most`` what a node does with a walked expert; another row is without it."""
+        is_smooth, limits = self.is_smooth, self.costs.limits_devices
+        tokens, moved, moved_far = self.most[without, 0], self.most[without, 2], self.most[without, 3]
+        far_device, pairs = self.most[without, 5], 0.0
+        num = self.holders_EN[expert, node]
+        share = self.rest_EN[expert, node] / num
+        at = self.leader_at(expert, node)
+        rank = self.rank_of_first(expert, node, at)
         for i in range(self.first_N[node], self.first_N[node + 1]):
             if i == at:
                 rank = 0
             device = self.member_D[i]
-            has = num > 0 and self.has_ED[expert, device]
-            computed, got, sent = self.work[device], self.pairs_in[device], self.pairs_out[device]
-            if has:
-                computed += self.load_ED[expert, device] + share + self.each_far
-                got += share
-            elif num > 0:
+            got, sent = self.pairs_in[device], self.pairs_out[device]
+            if not self.has_ED[expert, device]:
                 sent += self.load_ED[expert, device]
-            tokens = _join(is_smooth, tokens, _raised(is_smooth, computed))
-            pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
+                pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
+                continue
+            pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got + share, sent)))
+            least = self.work[device]
+            tokens = _grow(
+                is_smooth, tokens, least, least + (self.load_ED[expert, device] + share + self.each_far)
+            )
             got, sent = self.moves_in[device], self.moves_out[device]
-            if has:
-                got += 1.0 if rank > 0 else 0.0
-                sent += min(max(num - 1 - 2 * rank, 0), 2)
-            moved = _join(is_smooth, moved, _raised(is_smooth, max(got, sent)))
+            least = max(got, sent)
+            got += 1.0 if rank > 0 else 0.0
+            sent += min(max(num - 1 - 2 * rank, 0), 2)
+            moved = _grow(is_smooth, moved, least, max(got, sent))
             if limits:
-                got, sent = self.moves_in[self.far_at + device], self.moves_out[self.far_at + device]
-                if has and (rank == 0 or rank == num):
-                    got += self.own_in[node]
-                    sent += self.own_out[node]
-                moved_far = _join(is_smooth, moved_far, _raised(is_smooth, max(got, sent)))
-            rank += has
+                place = self.far_at + device
+                if rank == 0 or rank == num:
+                    got, sent = self.moves_in[place], self.moves_out[place]
+                    least = max(got, sent)
+                    more = max(got + self.own_in[node], sent + self.own_out[node])
+                    moved_far = _grow(is_smooth, moved_far, least, more)
+                got, sent = self.pairs_in[place], self.pairs_out[place]
+                far_device = _grow(is_smooth, far_device, max(got, sent), max(got + self.each_far, sent))
+            rank += 1
         self.most[row, 0], self.most[row, 1], self.most[row, 2] = tokens, pairs, moved
-        self.most[row, 3] = moved_far
-
-    def look_between(self, node: int, row: int, expert: int, is_held: bool) -> None:
-        """Write to a row of ``most`` what goes between nodes, but for the experts of single devices.
-
-        The node holds an expert that was walked, or lacks it; -1 for none.
-        """
+        self.most[row, 3], self.most[row, 5] = moved_far, far_device
         place = self.num_devices + node
-        got, sent = self.pairs_in[place], self.pairs_out[place]
-        gets, sends = self.moves_in[place], self.moves_out[place]
-        pairs = 0.0
-        is_smooth = self.is_smooth
-        is_sent = expert >= 0 and not is_held
-        if is_held:
-            got += self.each_far * self.holders_EN[expert, node]
-            gets, sends = gets + self.own_in[node], sends + self.own_out[node]
-        elif is_sent:
-            sent += self.load_EN[expert, node]
-        self.most[row, 4] = _raised(is_smooth, max(gets, sends))
-        self.most[row, 5] = 0.0
-        self.most[row, 6] = _raised(is_smooth, max(got, sent))
-        if not self.costs.limits_devices:
-            return
-        for i in range(self.first_N[node], self.first_N[node + 1]):
-            device = self.member_D[i]
-            got, sent = self.pairs_in[self.far_at + device], self.pairs_out[self.far_at + device]
-            if is_held and self.has_ED[expert, device]:
-                got += self.each_far
-            elif is_sent:
-                sent += self.load_ED[expert, device]
-            pairs = _join(is_smooth, pairs, _raised(is_smooth, max(got, sent)))
-        self.most[row, 5] = pairs
+        got, sent = self.moves_in[place] + self.own_in[node], self.moves_out[place] + self.own_out[node]
+        self.most[row, 4] = _raised(is_smooth, max(got, sent))
+        got = self.pairs_in[place] + self.each_far * num
+        self.most[row, 6] = _raised(is_smooth, max(got, self.pairs_out[place]))
 
     def join(self, row: int, first: int, last: int) -> None:
         """Join the columns of a row of ``most`` from the first one to before the last to ``all_nodes``."""
@@ -159,20 +170,19 @@ class PricedLayer(LayerTraffic):
             for column in range(FAR_PAIRS):
                 self.most[without, column] = self.all_nodes[column]
             for node in range(self.num_nodes):
-                self.look_between(node, lacking + node, expert, False)
+                self.look_between(node, lacking + node, expert)
         far_device = far = 0.0
         for column in range(7):
             self.all_nodes[column] = self.most[without, column]
         for node in range(self.num_nodes):
             if self.holders_EN[expert, node] > 0:
-                self.look_at(node, row, expert)
+                self.add_holders(node, row, expert, node)
                 if is_smooth:
                     for column in range(FAR_PAIRS):
                         self.all_nodes[column] -= self.most[node, column]
                 self.join(row, 0, 1)
                 if self.all_nodes[0] > self.most_work:
                     return False
-                self.look_between(node, row, expert, True)
                 self.join(row, 1, 7)
             else:
                 far_device = _join(is_smooth, far_device, self.most[lacking + node, 5])
@@ -195,13 +205,15 @@ class PricedLayer(LayerTraffic):
             self.all_nodes[column] = 0.0
         for node in range(self.num_nodes):
             is_held = self.holders_EN[expert, node] > 0
-            if is_held or self.holders_EN[beside, node] > 0:
-                self.look_at(node, row, expert)
-                self.join(row, 0, 4)
+            self.look_between(node, row, -1 if is_held else expert)
+            if self.holders_EN[beside, node] > 0:
+                self.look_at(node, row)
             else:
-                self.join(node, 0, 4)
-            self.look_between(node, row, expert, is_held)
-            self.join(row, 4, 7)
+                for column in range(4):
+                    self.most[row, column] = self.most[node, column]
+            if is_held:
+                self.add_holders(node, row, expert, row)
+            self.join(row, 0, 7)
 
     def price_with(self, expert: int, beside: int) -> float:
         """Seconds with an expert that is out, and one that came in since :meth:`price`; -1 for none."""
@@ -246,6 +258,11 @@ def _raised(is_smooth: bool, value: float) -> float:
 def _join(is_smooth: bool, most: float, value: float) -> float:
     """The higher of two numbers, or the sum of two eighth powers."""
     return most + value if is_smooth else max(most, value)
+
+
+def _grow(is_smooth: bool, most: float, before: float, after: float) -> float:
+    """:func:`_join` where one of the joined numbers becomes higher."""
+    return most + (_raised(is_smooth, after) - _raised(is_smooth, before)) if is_smooth else max(most, after)
 
 
 def _eighth_root(number: float) -> float:
