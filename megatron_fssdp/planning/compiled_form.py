@@ -24,6 +24,7 @@ NAMES = (
     "price_formula",
     "layer_traffic",
     "priced_layer",
+    "expert_parts",
     "placement_descent",
     "placement_search",
     "greedy_planners",

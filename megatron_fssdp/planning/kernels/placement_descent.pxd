@@ -1,13 +1,11 @@
 import cython
 from megatron_fssdp.planning.kernels.constants cimport WIDTH, ROUNDING
-from megatron_fssdp.planning.kernels.priced_layer cimport PricedLayer
+from megatron_fssdp.planning.kernels.expert_parts cimport ExpertParts
 
-cdef class PlacementDescent(PricedLayer):
+cdef class PlacementDescent(ExpertParts):
     cdef double best, trial_s, kept_s
     cdef unsigned char[:, ::1] kept_ED, tried_D
     cdef Py_ssize_t most_replicated, most_prices
-    cdef double[::1] part_E
-    cdef Py_ssize_t[::1] is_tired_E
     @cython.final
     cdef void keep_this(self) noexcept nogil
     @cython.locals(seconds=double)
@@ -24,9 +22,6 @@ cdef class PlacementDescent(PricedLayer):
     @cython.locals(num=Py_ssize_t)
     @cython.final
     cdef bint may_grow(self, Py_ssize_t expert) noexcept nogil
-    @cython.locals(at=Py_ssize_t, is_out=bint, kind=Py_ssize_t, most=double, seconds=double)
-    @cython.final
-    cdef void rank(self, bint of_links) noexcept nogil
     @cython.final
     cdef Py_ssize_t least_loaded(self, Py_ssize_t expert, Py_ssize_t node, bint is_full) noexcept nogil
     @cython.final
@@ -49,11 +44,3 @@ cdef class PlacementDescent(PricedLayer):
     cdef void descend(self, bint is_smooth, Py_ssize_t num_free) noexcept nogil
     @cython.final
     cdef bint step(self) noexcept nogil
-    @cython.locals(near=double)
-    @cython.final
-    cdef double part_of(self, Py_ssize_t expert, Py_ssize_t device) noexcept nogil
-    @cython.locals(node=Py_ssize_t, each_far=double, load=double)
-    @cython.final
-    cdef double part_of_link(self, Py_ssize_t expert, Py_ssize_t place, bint is_out) noexcept nogil
-    @cython.final
-    cdef Py_ssize_t largest_part(self) noexcept nogil

@@ -5,24 +5,21 @@
 import cython
 import numpy as np
 
-from megatron_fssdp.planning.arrays import zero_ints, zero_reals
 from megatron_fssdp.planning.cost.layer_costs import CostedLayer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 if not cython.compiled:  # the .pxd file imports them for C
     from megatron_fssdp.planning.kernels.constants import ROUNDING, WIDTH
-    from megatron_fssdp.planning.kernels.priced_layer import PricedLayer
+    from megatron_fssdp.planning.kernels.expert_parts import ExpertParts
 
 
-class PlacementDescent(PricedLayer):
+class PlacementDescent(ExpertParts):
     """Descents from a placement, one change of one expert at a time; ``search.py`` says what they try.
 
     Attributes:
         best: Seconds of the present placement during a descent.
         kept_s: Seconds of the best placement so far, ``kept_ED``, which is the caller's at first.
-        part_E: Parts of the experts in what :meth:`rank` looks at.
         tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
-        is_tired_E: 1 for the experts that saved nothing during the present descent.
         most_replicated: Most experts that may have replicas.
         most_prices: Most prices of a descent.
     """
@@ -31,10 +28,9 @@ class PlacementDescent(PricedLayer):
         self, layer: CostedLayer, start_ED: np.ndarray, slots: int, most_replicated: int, most_prices: int
     ) -> None:
         owners = ExpertPlacement.owners_only(layer.owner_E, layer.topology.num_devices)
-        PricedLayer.__init__(self, layer, owners, slots)
+        ExpertParts.__init__(self, layer, owners, slots)
         self.most_replicated, self.most_prices, self.kept_s = most_replicated, most_prices, self.start_s
         self.kept_ED = memoryview(np.array(start_ED, np.uint8))
-        self.part_E, self.is_tired_E = zero_reals(self.num_experts), zero_ints(self.num_experts)
         self.tried_D = memoryview(np.zeros((2, self.num_devices), np.uint8))
 
     def keep(self) -> float:
@@ -103,59 +99,6 @@ class PlacementDescent(PricedLayer):
         for other in range(self.num_experts):
             num += self.holders_E[other] > 1
         return self.holders_E[expert] > 1 or num < self.most_replicated
-
-    def rank(self, of_links: bool) -> None:
-        """Write to ``part_E`` the parts of the busiest device, or of the link whose pairs take longest."""
-        at = 0
-        is_out = False
-        most = -1.0
-        for place in range(self.far_at + self.num_devices if of_links else self.num_devices):
-            if not of_links:
-                if self.work[place] > most:
-                    most, at = self.work[place], place
-                continue
-            kind = 0 if place < self.num_devices else 1 if place < self.far_at else 2
-            seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1]
-            if seconds * self.pairs_in[place] > most:
-                most, at, is_out = seconds * self.pairs_in[place], place, False
-            if seconds * self.pairs_out[place] > most:
-                most, at, is_out = seconds * self.pairs_out[place], place, True
-        for expert in range(self.num_experts):
-            if self.is_tired_E[expert]:
-                self.part_E[expert] = 0.0
-            else:
-                self.part_E[expert] = self.part_of_link(expert, at, is_out) if of_links else self.part_of(expert, at)
-
-    def part_of(self, expert: int, device: int) -> float:
-        """The part of an expert in what a device computes."""
-        if not self.has_ED[expert, device]:
-            return 0.0
-        node = self.node_D[device]
-        near = self.rest_EN[expert, node] / self.holders_EN[expert, node]
-        return self.load_ED[expert, device] + near + self.unserved_E[expert] / self.holders_E[expert]
-
-    def part_of_link(self, expert: int, place: int, is_out: bool) -> float:
-        """The part of an expert in the pairs that a place gets or sends (``is_out``)."""
-        device = place if place < self.num_devices else place - self.far_at
-        node = self.node_D[device] if device >= 0 else place - self.num_devices
-        num = self.holders_EN[expert, node]
-        if place < self.num_devices:
-            if num == 0 or self.has_ED[expert, device] == is_out:
-                return 0.0
-            return self.load_ED[expert, device] if is_out else self.rest_EN[expert, node] / num
-        if is_out:
-            load = self.load_ED[expert, device] if device >= 0 else self.load_EN[expert, node]
-            return load if num == 0 else 0.0
-        each_far = self.unserved_E[expert] / self.holders_E[expert]
-        return each_far * (self.has_ED[expert, device] if device >= 0 else num)
-
-    def largest_part(self) -> int:
-        """The expert with the highest ``part_E``; of equal ones the first."""
-        largest = 0
-        for expert in range(self.num_experts):
-            if self.part_E[expert] > self.part_E[largest]:
-                largest = expert
-        return largest
 
     def least_loaded(self, expert: int, node: int, is_full: bool) -> int:
         """The least loaded device of a node without the expert and with a free slot, or full; -1 if none."""

@@ -96,7 +96,9 @@ class PricedLayer(LayerTraffic):
             sent = self.pairs_out[self.far_at + device]
             if expert >= 0:
                 sent += self.load_ED[expert, device]
-            pairs = _join(is_smooth, pairs, _raised(is_smooth, max(self.pairs_in[self.far_at + device], sent)))
+            pairs = _join(
+                is_smooth, pairs, _raised(is_smooth, max(self.pairs_in[self.far_at + device], sent))
+            )
         self.most[row, 5] = pairs
 
     def add_holders(self, node: int, row: int, expert: int, without: int) -> None:
