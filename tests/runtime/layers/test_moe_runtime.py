@@ -165,7 +165,7 @@ def counts_arrive(rank: int, world_size: int) -> None:
     run.forward(batch)[0].sum().backward()
     run.runtime.finish_gradients()
     run.runtime.end_passes()
-    assert not any(layer.slots.lifecycle.load.counts_DE.any() for layer in run.layers)
+    assert not any(layer.slots.local.load.counts_DE.any() for layer in run.layers)
     loads = run.runtime.end_iteration()
     for load, routing_map in zip(loads, batch.map_L, strict=True):
         assert load.counts_DE.sum(axis=0).tolist() == routing_map.sum(0).tolist()
