@@ -43,7 +43,7 @@ class LayerPasses:
         # In iterations, all passes are ``in_use``, whatever their routing is.
         self.is_settled = False
         self.is_alone = local.context.num_devices == 1
-        self._is_bound, self._may_correct = False, True
+        self._is_bound, self._may_correct, self._lacks_parameters = False, True, True
         self._outside: tuple[LayerContext, SlotPass] | None = None
         self._warm = set[bool]()  # forms of a captured pass, counted or not, whose kernels are loaded
 
@@ -131,8 +131,9 @@ class LayerPasses:
     def _await_parameters(self) -> None:
         # Ranks with copies of the same experts gather them together, and their plans differ. So the places of
         # these calls must not depend on a plan.
-        if self.local.groups.transfers is not None:
+        if self._lacks_parameters and self.local.groups.transfers is not None:
             self.local.experts.await_parameters()
+            self._lacks_parameters = False  # They change between iterations only.
 
     def give_back(self, own: SlotPass) -> None:
         """End the pass of a single micro-batch."""
@@ -141,7 +142,7 @@ class LayerPasses:
 
     def begin_anew(self) -> None:
         """Drop the weights and gradients of the iteration's replicas."""
-        self._may_correct = True
+        self._may_correct = self._lacks_parameters = True
         if self.shared is not None and self.shared.transfers is not None:
             self.shared.transfers.drop()
 

@@ -147,7 +147,8 @@ class PassBinder:
         node = self._local.groups.node
         if node is None or plan.is_split or not (plan.rematerialize and len(plan.transfer.table)):
             return None
-        return node.room(self._local.experts.layout(), self._num_replica_slots, self._device)
+        with torch.inference_mode(False):
+            return node.room(self._local.experts.layout(), self._num_replica_slots, self._device)
 
     def _take_slots(self, is_shared: bool, room: SlotRoom | None) -> ReplicaSlots:
         known = self._shared_slots.get(room is not None) if is_shared else None
