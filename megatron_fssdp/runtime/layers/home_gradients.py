@@ -99,7 +99,7 @@ class HomeGradients:
             slot_pass.transfers.await_weights()
             slot_pass.transfers.open_sums()
         if slot_pass.is_shared and not slot_pass.ends_at_dispatch:
-            self.dispatch_is_over(slot_pass)
+            self.dispatch_is_over(slot_pass)  # Nothing leaves, and who asks does so after the experts.
 
     def dispatch_is_over(self, slot_pass: SlotPass) -> None:
         """Mark that the dispatch of a pass has run backward."""

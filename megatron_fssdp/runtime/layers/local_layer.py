@@ -35,7 +35,7 @@ class IterationClock:
 
 @dataclass(eq=False)
 class LocalLayer:
-    """A layer on this rank, to which all of its parts refer. It changes between iterations only."""
+    """A layer on this rank, to which all of its parts refer. But for loads, it changes between iterations."""
 
     context: LayerContext
     groups: ExpertGroups
