@@ -89,7 +89,7 @@ class IterationDriver:
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
-                layer.lifecycle.measure_costs(LayerStopwatch())
+                layer.lifecycle.stopwatch = LayerStopwatch()
         else:  # Until costs are measured, there are no limits, and no replicas.
             report_memory(session, self._host, self.held)
 

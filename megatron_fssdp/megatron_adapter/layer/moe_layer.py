@@ -30,7 +30,7 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import Topology
 from megatron_fssdp.megatron_adapter.support.limits import slot_multiple
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -165,10 +165,11 @@ class StrategyMoELayer(MoELayer):
     ) -> tuple[torch.Tensor, None]:
         layer = self.slot_layer
         in_steps = getattr(self.token_dispatcher, "compute_in_steps", None)
-        if in_steps is not None:
-            return layer.compute_in_steps(rows, probs, self._slot_experts.compute, in_steps), None
-        with layer.await_weights(rows):
+        late = layer.await_weights(rows, in_steps=in_steps is not None)
+        if in_steps is None:
             output, _ = self._slot_experts.compute(rows, tokens_per_expert, probs, **buffers)
+        else:
+            output = in_steps(rows, probs, self._slot_experts.compute, *late)
         return layer.leave_experts(output), None
 
     def _backward_dw(self) -> None:
@@ -213,7 +214,7 @@ def install_beginnings(model: Iterable[torch.nn.Module]) -> None:
 
 def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     slots = moe.slot_layer
-    slots.lifecycle.begin_chunk(is_first=first)
+    slots.local.is_first = first
 
     def begun(method: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -230,12 +231,12 @@ def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bo
         wrap(layer, name, begun)
     if slots.groups.one_queue:
         for part in layer.self_attention.children():
-            part.register_forward_hook(partial(_advance, slots))
+            part.register_forward_hook(partial(_advance, slots.groups))
 
 
-def _advance(slots: SlotLayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _advance(groups: ExpertGroups, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     outputs = output if isinstance(output, tuple) else (output,)
-    slots.advance_transfers(next((output for output in outputs if isinstance(output, torch.Tensor)), None))
+    groups.advance_transfers(next((output for output in outputs if isinstance(output, torch.Tensor)), None))
 
 
 def join(model: torch.nn.Module, session: StrategySession) -> list[StrategyMoELayer]:

@@ -20,7 +20,7 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import (
     nccl_options,
 )
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.layers import slot_layer
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.testing import run_ranks
 from tests.support.training_preload import TRAINING_PRELOAD
 
@@ -144,9 +144,9 @@ def test_a_layer_begins_with_its_gather_and_parts_of_attention_are_points_if_the
     group, order = object(), []
     lane = SimpleNamespace(advance=lambda: order.append("point"))
     monkeypatch.setattr(transfer_lanes, "_stream_lanes", {group: {"weights": lane}})
-    slots: Any = SimpleNamespace(groups=SimpleNamespace(one_queue=one_queue), mark=lambda *_: None)
-    slots.lifecycle, slots._queue = SimpleNamespace(begin_chunk=lambda *, is_first: None), group
-    slots.advance_transfers = partial(slot_layer.SlotLayer.advance_transfers, slots)
+    groups: Any = SimpleNamespace(one_queue=one_queue, transfers=group)
+    groups.advance_transfers = partial(ExpertGroups.advance_transfers, groups)
+    slots: Any = SimpleNamespace(groups=groups, local=SimpleNamespace(), mark=lambda *_: None)
     slots.launch = lambda hidden: order.append("gather")
     moe: Any = SimpleNamespace(slot_layer=slots)
     layer, points = FakeLayer(), ["point"] * (2 if one_queue else 0)
