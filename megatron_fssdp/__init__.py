@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.strategy.strategy_registry import register_strategy
-    from megatron_fssdp.megatron_adapter.checkpoints.named_copies import restore_owners
-    from megatron_fssdp.megatron_adapter.entry.attach import attach, attach_from_environment
-    from megatron_fssdp.megatron_adapter.entry.layer_specs import get_gpt_decoder_block_spec
+    from megatron_fssdp.megatron_adapter.entry.attach import (
+        attach,
+        attach_from_environment,
+        get_gpt_decoder_block_spec,
+    )
     from megatron_fssdp.megatron_adapter.entry.registration import register
+    from megatron_fssdp.megatron_adapter.experts.named_copies import restore_owners
 
 try:
     __version__ = version("megatron-fssdp")
@@ -37,10 +40,10 @@ _ATTACH = "megatron_fssdp.megatron_adapter.entry.attach"
 _PLACES = {
     "attach": _ATTACH,
     "attach_from_environment": _ATTACH,
-    "get_gpt_decoder_block_spec": "megatron_fssdp.megatron_adapter.entry.layer_specs",
+    "get_gpt_decoder_block_spec": _ATTACH,
     "register": "megatron_fssdp.megatron_adapter.entry.registration",
     "register_strategy": "megatron_fssdp.config.strategy.strategy_registry",
-    "restore_owners": "megatron_fssdp.megatron_adapter.checkpoints.named_copies",
+    "restore_owners": "megatron_fssdp.megatron_adapter.experts.named_copies",
 }
 _REPLACED = ("start_session", "get_moe_module_spec", "get_bert_layer_spec")
 

@@ -57,7 +57,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
         {"numpy", "torch", "megatron", "packaging", "psutil", "transformer_engine"},
     ),
     # Scripts that ranks run; they are started by their paths.
-    "pretraining": ({"data", "megatron_adapter"}, {"megatron", "torch"}),
+    "pretraining": ({"config", "data", "megatron_adapter"}, {"megatron", "torch"}),
     "launch": ({"config", "files", "data", "records", "megatron_adapter"}, {"torch", "rich"}),
     "cli": (
         {
@@ -104,9 +104,9 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "cpu": {"", "support"},
         "support": {""},
         "routing": {"", "experts", "cpu", "support"},
-        "checkpoints": {"", "experts", "cpu", "support"},
+        "checkpoints": {"", "experts", "cpu", "support", "layer"},
         "diagnosis": {"", "experts", "cpu", "support"},
-        "layer": {"", "experts", "cpu", "support", "routing", "checkpoints"},
+        "layer": {"", "experts", "cpu", "support", "routing"},
         "iterations": {"", "experts", "cpu", "support", "checkpoints", "layer"},
         "training": {"", "layer", "iterations"},
         "entry": {"", "cpu", "support", "checkpoints", "layer", "iterations", "training"},
@@ -124,7 +124,7 @@ FORBIDDEN = {
 
 # An import of a type alone: Parameters lead to their model, and the model looks for its optimizer by them.
 CIRCLES = {
-    tuple(f"{PACKAGE}.megatron_adapter.iterations.{name}" for name in ("model_marks", "model_iterations"))
+    tuple(f"{PACKAGE}.megatron_adapter.iterations.{name}" for name in ("host_settings", "model_iterations"))
 }
 """Imports that close circles between files."""
 

@@ -27,7 +27,7 @@ from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.slot_tables import SlotTable
-from megatron_fssdp.runtime.layers.shared_plans import packed, unpacked
+from megatron_fssdp.runtime.layers.layer_planner import packed, unpacked
 from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import layer_profile

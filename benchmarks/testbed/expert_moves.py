@@ -2,16 +2,15 @@
 
 Parameters are really moved. In addition, the testbed sends as many bytes as Adam's two moments have in fp32.
 
-Shape letters: L layers, D devices, E experts, N slots, C elements of a piece.
+Shape letters: L layers, D devices, E experts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
+from megatron_fssdp.collectives.sparse.slot_exchange import SlotQuantity, exchange_slots
 from megatron_fssdp.planning.placement.owner_map import OwnerMap, ResidentMap, SlotMove
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
@@ -19,39 +18,6 @@ from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.decisions import StageLoads, moved_before
 
 MOMENTS = 2
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """One quantity of all slots, with one row per slot. Implements ``SlotQuantity``."""
-
-    name: str
-    rows_WQ: Sequence[torch.Tensor]
-
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of one slot."""
-        return self.rows_WQ[0].numel()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of all slots."""
-        return self.rows_WQ[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Torch device of all slots."""
-        return self.rows_WQ[0].device
-
-    def read(self, slots: Sequence[int], start: int, out_WQ: torch.Tensor) -> None:
-        """Copy the elements of some slots, from ``start`` on, into ``out_WQ``."""
-        for slot, row_Q in zip(slots, out_WQ, strict=True):
-            row_Q.copy_(self.rows_WQ[slot][start : start + len(row_Q)])
-
-    def write(self, slots: Sequence[int], start: int, rows_WQ: torch.Tensor) -> None:
-        """Copy ``rows_WQ`` into some slots, from ``start`` on."""
-        for slot, row_Q in zip(slots, rows_WQ, strict=True):
-            self.rows_WQ[slot][start : start + len(row_Q)].copy_(row_Q)
 
 
 class ExpertMoves:
@@ -77,7 +43,10 @@ class ExpertMoves:
         weights = [self._flattened(tensors) for tensors in slots]
         # The moments are never read, so one tensor is used for all slots.
         moments = [torch.zeros(MOMENTS * self._layout.numel)] * len(slots)
-        self._quantities = [Rows("parameters", weights), Rows("moments", moments)]
+        self._quantities = [
+            SlotQuantity(name, rows[0].numel(), rows[0].dtype, rows[0].device, [[(0, row)] for row in rows])
+            for name, rows in (("parameters", weights), ("moments", moments))
+        ]
 
     def before(self, iteration: int) -> list[ParametersByExpert]:
         """Move experts after ``iteration`` iterations are complete and before the next one begins.

@@ -95,11 +95,12 @@ class SlotStack(LayerStack):
             def of_step(*arguments: torch.Tensor) -> tuple[torch.Tensor, None]:
                 return compute(*arguments, only_with_rows=True), None
 
-            rows = layer.compute_in_steps(rows, row_probs, of_step, dispatcher.compute_in_steps)
+            late = layer.await_weights(rows, in_steps=True)
+            rows = dispatcher.compute_in_steps(rows, row_probs, of_step, *late)
         else:
-            with layer.await_weights(rows):
-                rows = compute(rows, rows_P, row_probs)
-            rows = layer.leave_experts(rows)
+            layer.await_weights(rows)
+            rows = compute(rows, rows_P, row_probs)
+        rows = layer.leave_experts(rows)
         rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
         return layer.finish(dispatcher.combine_postprocess(rows).view_as(hidden))
 

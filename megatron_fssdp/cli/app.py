@@ -87,7 +87,7 @@ def main() -> None:
             _fail(f"{error.filename or 'output'}: cannot be written ({error.strerror}); free some space")
         if isinstance(error, PermissionError):
             _fail(f"{error.filename}: permission denied; let your user read it, or give another")
-        from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
+        from megatron_fssdp.megatron_adapter.support.capabilities import broken_package_message
 
         if (message := broken_package_message(error)) is None:
             raise

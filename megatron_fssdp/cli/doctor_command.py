@@ -19,7 +19,7 @@ from megatron_fssdp import __version__
 from megatron_fssdp.cli.shared_options import Paths, plain_console, run_files
 
 if TYPE_CHECKING:
-    from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
+    from megatron_fssdp.megatron_adapter.diagnosis.devices import Finding
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 

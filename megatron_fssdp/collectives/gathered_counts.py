@@ -48,7 +48,7 @@ def start_counts(
 
     Every rank of both groups must call it, with as many counts of the same dtype.
     """
-    num_experts = len(counts_E)
+    num_experts = counts_E.numel()  # len() is slow where functions of torch are replaced.
     if peers is not None:
         counts_E, group = gather_counts(counts_E, group).view(-1), peers
     counts, works = _start_gather(counts_E, group)
@@ -74,11 +74,12 @@ def gather_counts(counts_E: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _start_gather(counts_E: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Start to gather; on CUDA, work that is queued later on the current stream runs after the gather."""
-    counts = counts_E.new_empty(group.size() * len(counts_E))  # Gloo takes no matrix.
+    num_experts = counts_E.numel()
+    counts = counts_E.new_empty(group.size() * num_experts)  # Gloo takes no matrix.
     work = None
     if counts.device.type == "cpu":
         # Gloo gathers around a ring, and each hop would wait behind transfers on the same links.
         work = dist.all_to_all_single(counts, counts_E.repeat(group.size()), group=group, async_op=True)
     else:
         dist.all_gather_into_tensor(counts, counts_E.contiguous(), group=group)
-    return counts.view(-1, len(counts_E)), [] if work is None else [work]
+    return counts.view(-1, num_experts), [] if work is None else [work]

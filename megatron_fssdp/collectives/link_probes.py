@@ -118,7 +118,7 @@ def measure_collective(
 ) -> LinkFit:
     """Measure the cost of one collective while all groups run it at the same time.
 
-    All ranks of ``everyone`` call it. The result uses the longest :func:`median_s` of all ranks and is equal
+    All ranks of ``everyone`` call it. The result uses :func:`slowest_medians_s` and is equal
     on all of them.
 
     The name is a ``CollectiveName`` of cluster descriptions; all but ``all_to_all`` are known here, which
@@ -130,25 +130,26 @@ def measure_collective(
         prepare(num_bytes, group, device) if group is not None else (lambda: None, 0)
         for num_bytes in message_bytes
     ]
-    measured = [
-        (sent_bytes, median_s(call, everyone, device, num_repetitions) * (group is not None))
-        for call, sent_bytes in calls
-    ]
-    most = torch.tensor(measured, dtype=torch.float64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=everyone)
-    sent, seconds = most.T.tolist()
+    seconds = slowest_medians_s([call for call, _ in calls], everyone, device, num_repetitions)
+    sent = _slowest([sent_bytes for _, sent_bytes in calls], everyone, device)
     return LinkFit.of(sent, seconds)
 
 
-def median_s(
-    call: Callable[[], object], everyone: dist.ProcessGroup, device: torch.device, num_repetitions: int
-) -> float:
-    """Median seconds of a call, before which all ranks of ``everyone`` meet at a barrier."""
-    seconds = []
-    for _ in range(1 + num_repetitions):
-        dist.barrier(group=everyone)
-        seconds.append(elapsed_s(call, device))
-    return statistics.median(seconds[1:])  # The first call includes the time to connect.
+def slowest_medians_s(
+    calls: Sequence[Callable[[], object]],
+    everyone: dist.ProcessGroup,
+    device: torch.device,
+    num_repetitions: int,
+) -> list[float]:
+    """Median seconds of each call on the slowest rank, after barriers of ``everyone``; equal on all ranks."""
+    medians = []
+    for call in calls:
+        seconds = []
+        for _ in range(1 + num_repetitions):
+            dist.barrier(group=everyone)
+            seconds.append(elapsed_s(call, device))
+        medians.append(statistics.median(seconds[1:]))  # The first call includes the time to connect.
+    return _slowest(medians, everyone, device)
 
 
 def _prepare(

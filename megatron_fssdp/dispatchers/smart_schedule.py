@@ -57,9 +57,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_fssdp.collectives.messages import start_exchange, wait_for
 from megatron_fssdp.planning.placement.topology import GroupRing
 
-Experts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+Experts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None]]
 """The forward pass of Megatron's expert module: from rows ``[R, M]`` by slot, the number of rows of each slot
-(int64 ``[U]`` on the host) and the rows' probabilities ``[R]`` to results ``[R, M]`` and a bias of None."""
+(int64 ``[U]`` on the host) and the rows' probabilities ``[R]`` to results ``[R, M]`` and no bias."""
 
 _ROWS_TAG, _RESULTS_TAG = 1 << 17, (1 << 17) + 1  # Other exchanges over the same group use small tags.
 
@@ -117,7 +117,6 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         rows: Tensor,
         probs: Tensor,
         experts: Experts,
-        *,
         await_weights: Callable[[], object] | None = None,
         in_transfer: Sequence[int] = (),
     ) -> Tensor:
@@ -155,17 +154,11 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         results: Tensor = _StepwiseExperts.apply(one_pass, anchor, rows, probs)
         return results
 
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the results of :meth:`compute_in_steps`."""
-        return hidden_states
-
     def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the results of :meth:`compute_in_steps`."""
         return hidden_states
 
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
+    combine_preprocess = token_combine
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,11 +178,6 @@ class _Pass:
         senders = self.ring.senders(step)
         return self.counts_DU[senders.start : senders.stop]
 
-    def needs_weights(self, step: int) -> bool:
-        """Whether the forward pass waits for weights before a step; after the last one all are complete."""
-        is_last = step == self.ring.num_steps - 1
-        return is_last or bool(self.counts_of(step)[:, list(self.in_transfer)].any())
-
     def of_step(self, step: int, rows: Tensor, probs: Tensor) -> Tensor:
         """The experts' results for the rows ``[R, M]`` of one step, in their order: by source, then slot."""
         counts = self.counts_of(step)
@@ -197,9 +185,7 @@ class _Pass:
         if not is_sorted:
             by_slot = torch.arange(counts.numel()).view(counts.shape).t().reshape(-1)
             rows, probs = sort_chunks_by_idxs(rows, counts.reshape(-1), by_slot, probs=probs)
-        results, bias = self.experts(rows, counts.sum(dim=0), probs)
-        if bias is not None:
-            raise RuntimeError("the experts returned a bias: wanted None, with the bias added to the results")
+        results, _ = self.experts(rows, counts.sum(dim=0), probs)  # which have the bias
         if not is_sorted:
             results, _ = sort_chunks_by_idxs(results, counts.t().reshape(-1), by_slot.argsort())
         return results.to(rows.dtype)
@@ -264,12 +250,13 @@ class _StepwiseExperts(torch.autograd.Function):
         kept: list[Any] = []
 
         def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
-            if one_pass.needs_weights(step):
+            is_last = step == one_pass.ring.num_steps - 1  # After it, all weights have arrived.
+            if is_last or one_pass.counts_of(step)[:, list(one_pass.in_transfer)].any():
                 one_pass.await_weights()
             inputs = [
                 x.detach().requires_grad_(builds and need) for x, need in zip(received, needs, strict=True)
             ]
-            with torch.set_grad_enabled(builds), saved_tensors_hooks(_unchanged, _unchanged):
+            with torch.set_grad_enabled(builds), saved_tensors_hooks(lambda x: x, lambda x: x):
                 output = one_pass.of_step(step, *inputs)
             if builds:
                 kept.append((*inputs, output))

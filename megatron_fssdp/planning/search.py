@@ -18,6 +18,7 @@ The search, ``kernels/placement_search.py``, compares all placements by one pric
 4. Replicas without which the placement costs no more are dropped.
 
 An expert is taken out once for all its moves, and a price adds what it does to the highest values without it.
+Trials in which one device computes too much are left out.
 The search stops after a number of prices, not seconds, so all ranks find the same placement.
 
 Shape letters: D devices, E experts, N nodes.

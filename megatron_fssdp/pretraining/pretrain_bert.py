@@ -14,8 +14,11 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.enums import ModelType
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     core_transformer_config_from_args,
@@ -24,7 +27,8 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from torch.nn.functional import cross_entropy
 
-from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec, with_experts
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.layer.bert_layers import with_experts
 from megatron_fssdp.pretraining.script_parts import built_datasets, refuse_arguments, refuse_bad_losses
 
 _BATCH_KEYS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
@@ -67,6 +71,18 @@ def build_model(
         add_binary_head=args.bert_binary_head,
         vp_stage=vp_stage,
     )
+
+
+def stock_spec(use_transformer_engine: bool) -> ModuleSpec:
+    """Return Megatron's own spec of a dense BERT layer; Transformer Engine must be installed for its own."""
+    if not use_transformer_engine:
+        return bert_layer_specs.bert_layer_local_spec
+    if not HAVE_TE:
+        raise ConfigurationError(
+            "BERT: got Megatron's Transformer Engine spec, but Transformer Engine is not installed; wanted "
+            "the local spec: add --transformer-impl local, or install Transformer Engine"
+        )
+    return bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
 
 
 def masked_loss(

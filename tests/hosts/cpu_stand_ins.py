@@ -27,12 +27,12 @@ _ENGINE_CLASSES = ("Linear", "LayerNormLinear", "GroupedLinear", "TransformerLay
 @functools.cache  # once in a process
 def install() -> None:
     """Run Megatron on the CPU, and make both hosts possible to import; call it before that."""
-    from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
     from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
+    from megatron_fssdp.megatron_adapter.support import megatron_repairs
 
     # This imports Megatron's modules, which thereby find that there is no Transformer Engine.
     assert cpu_runtime.install(), "set MEGATRON_FSSDP_DEVICE=cpu"
-    optimizer_repairs.install()  # for checkpoints of torch's Adam
+    megatron_repairs.install()  # for checkpoints of torch's Adam
     import megatron.core.extensions.transformer_engine as extension
 
     for name, value in list(vars(extension).items()):

@@ -16,14 +16,14 @@ from megatron_fssdp.planning.dispatch import token_dispatch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
-from megatron_fssdp.strategies import layer_plan
+from megatron_fssdp.strategies import plan_price
 from megatron_fssdp.strategies.prophet import prophet_planner
 from tests.drawn_examples import examples
 from tests.support.python_process import python_output
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
 
-USERS = (layer_plan, quotas, search, prophet_planner, token_dispatch, transfer_plan)
+USERS = (plan_price, quotas, search, prophet_planner, token_dispatch, transfer_plan)
 needs_compiled = pytest.mark.skipif(
     kernel_form() != "compiled", reason=f"planning kernels: {kernel_form()}; nothing to compare with"
 )

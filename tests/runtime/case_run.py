@@ -134,7 +134,7 @@ class CaseRun:
                     use_reentrant=case.recompute == "reentrant",
                     preserve_rng_state=False,
                 )
-            layer.slots.advance_transfers()
+            layer.slots.groups.advance_transfers()
             output = output + added
         return output, hidden, probs_L
 
@@ -168,9 +168,7 @@ class CaseRun:
             )
         if before is not None:
             self.runtime.end_evaluation(before)
-            assert letter == "e" or not any(
-                layer.slots.lifecycle.load.counts_DE.any() for layer in self.layers
-            )
+            assert letter == "e" or not any(layer.slots.local.load.counts_DE.any() for layer in self.layers)
         assert [layer.slots.history.num_seen for layer in self.layers] == num_seen
 
     def _reference(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:

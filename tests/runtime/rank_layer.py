@@ -162,8 +162,8 @@ class RankLayer:
         rows, row_probs = dispatcher.token_dispatch(slots.enter_dispatch(rows), row_probs)
         slots.rows_travel()
         rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-        with slots.await_weights(rows):
-            rows = _experts(rows, rows_P.tolist(), row_probs, self._pass.parameters_U)
+        slots.await_weights(rows)
+        rows = _experts(rows, rows_P.tolist(), row_probs, self._pass.parameters_U)
         rows = dispatcher.combine_preprocess(slots.leave_experts(rows))
         output = dispatcher.combine_postprocess(dispatcher.token_combine(rows))
         return slots.finish(output.squeeze(1))

@@ -12,7 +12,7 @@ TRAINING_PRELOAD = (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.tokenizers.text.models",
-    "megatron_fssdp.megatron_adapter.entry.host_command",
+    "megatron_fssdp.megatron_adapter.entry.attach",
     "megatron_fssdp.megatron_adapter.entry.launcher",
     "megatron_fssdp.megatron_adapter.entry.registration",
     "megatron_fssdp.megatron_adapter.layer.bert_layers",

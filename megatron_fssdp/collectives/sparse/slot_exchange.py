@@ -12,8 +12,9 @@ Shape letters: Q elements of a piece, W slots.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,34 +23,57 @@ from torch import Tensor
 from megatron_fssdp.planning.placement.owner_map import SlotMove
 
 
-class SlotQuantity(Protocol):
-    """One quantity that every slot has as a flat sequence of elements, for example its parameters."""
+@dataclass(frozen=True, eq=False)
+class SlotQuantity:
+    """One quantity of all slots of a device, for example Adam's first moment.
 
-    @property
-    def name(self) -> str:
-        """Name of the quantity in error messages."""
+    Each rank of a ``part_group`` holds a part of each slot only. The parts are put together, and each rank
+    keeps its part of them::
 
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of one slot, equal on all devices."""
+        elements of a slot   0 ......................... num_elements
+        rank 0 holds         |aaaaaaaaaaaaa|
+        rank 1 holds                       |bbbbbbbbbbbbbbbb|
+        read, on all ranks   |aaaaaaaaaaaaabbbbbbbbbbbbbbbbb|
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the elements."""
+    """
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensors that :meth:`read` fills and :meth:`write` takes."""
+    name: str  # in messages
+    num_elements: int  # of one slot, equal on all devices
+    dtype: torch.dtype
+    device: torch.device
+    # The parts of each slot that this rank holds: position of the first element in the slot, flat elements.
+    parts_W: Sequence[Sequence[tuple[int, Tensor]]]
+    # Ranks that hold the parts, with every element on exactly one of them; None if this rank holds all.
+    part_group: dist.ProcessGroup | None = None
 
     def read(self, slots: Sequence[int], start: int, out_WQ: Tensor) -> None:
         """Fill row ``i`` of ``out_WQ``, ``[W, Q]``, with Q elements of slot ``slots[i]`` from ``start`` on.
 
-        Every device of the group calls it equally often, even where no slot moves (W is 0 there). It is
-        allowed to communicate over another process group than the exchange's.
+        Every device of the exchange calls it equally often, even where no slot moves (W is 0 there).
+        Collective over ``part_group`` if it is set.
         """
+        if self.part_group is not None:
+            out_WQ.zero_()
+        for piece, target in self._overlaps(slots, start, out_WQ):
+            target.copy_(piece)
+        if self.part_group is not None and len(slots):
+            # Elements of other ranks are zero here, so the sum collects all parts. The sum is taken over
+            # integers because -0.0 + 0.0 is 0.0, which would lose the sign.
+            dist.all_reduce(out_WQ.view(torch.int32), group=self.part_group)
 
     def write(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> None:
-        """Write row ``i`` of ``rows_WQ``, ``[W, Q]``, into Q elements of slot ``slots[i]`` from ``start``."""
+        """Write the elements that belong to this rank's parts, and ignore the others."""
+        for piece, source in self._overlaps(slots, start, rows_WQ):
+            piece.copy_(source)
+
+    def _overlaps(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the ranges of this rank's parts that lie in a piece, with the same ranges of its rows."""
+        for slot, row_Q in zip(slots, rows_WQ, strict=True):
+            for offset, part in self.parts_W[slot]:
+                first = max(offset, start)
+                last = min(offset + part.numel(), start + row_Q.numel())
+                if first < last:
+                    yield part[first - offset : last - offset], row_Q[first - start : last - start]
 
 
 @torch.no_grad()

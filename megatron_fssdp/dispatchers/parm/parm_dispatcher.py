@@ -76,6 +76,8 @@ class ParmDispatcher(MoETokenDispatcher):
         if schedule not in self._dispatchers:
             self._dispatchers[schedule] = _DISPATCHERS[schedule](*self._arguments)
         self._current, self._whole = self._dispatchers[schedule], hidden_states
+        for phase in ("token_dispatch", "dispatch_postprocess", "combine_preprocess", "token_combine"):
+            setattr(self, phase, getattr(self._current, phase))  # Phases 2 to 5 are the schedule's own.
         self._current.simultaneous = decision.simultaneous  # S2 alone reads it.
         if self.shared_experts is not self._current.shared_experts:
             self._current.set_shared_experts(self.shared_experts)
@@ -105,22 +107,6 @@ class ParmDispatcher(MoETokenDispatcher):
         dispatched = self._current.dispatch_preprocess(hidden_states, routing_map, probs)
         self._current.shared_experts = self.shared_experts
         return dispatched
-
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
-        """Phase 2: send rows and probabilities to the parts of their slots."""
-        return self._current.token_dispatch(hidden_states, probs)
-
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> Any:
-        """Phase 3: sort the rows by slot; returns rows, number of rows of each slot, and probabilities."""
-        return self._current.dispatch_postprocess(hidden_states, probs)
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Any:
-        """Phase 4: sort results back into the order in which their rows came."""
-        return self._current.combine_preprocess(hidden_states)
-
-    def token_combine(self, hidden_states: Tensor) -> Any:
-        """Phase 5: send results back to the tokens' ranks."""
-        return self._current.token_combine(hidden_states)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Phase 6: sum each token's results, ``[sequence, batch, M]``, and add overlapped shared experts."""

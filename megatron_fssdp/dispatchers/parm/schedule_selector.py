@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fssdp.collectives.link_probes import median_s
+from megatron_fssdp.collectives.link_probes import slowest_medians_s
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows
 from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute, devices_of_peers
@@ -148,19 +148,17 @@ class ScheduleSelector:
 def measured_costs(layer: ScheduledLayer, like: Tensor, pg: Any, simultaneous: bool) -> ScheduleCosts:
     """Measure alpha and beta of each collective whose groups exist, on all ranks of the stage at once.
 
-    The measured rows have width, dtype and device of ``like``, ``[..., M]``, and the longest :func:`median_s`
+    The measured rows have width, dtype and device of ``like``, ``[..., M]``, and the longest median
     of all ranks counts. Costs are those of Parm's message size: bytes of the whole tensor.
     """
     most = layer.num_rows / layer.n_mp / pg.ep.size()
     sizes = [max(1, round(most * share)) for share in _SHARES]
     calls = [_calls(size, like, pg, not layer.is_split, simultaneous=simultaneous) for size in sizes]
-    own_s = [
-        [median_s(call, pg.tp_dp_cp, like.device, _NUM_REPETITIONS) for _, call in found.values()]
-        for found in calls
+    seconds = [
+        slowest_medians_s([call for _, call in of_size.values()], pg.tp_dp_cp, like.device, _NUM_REPETITIONS)
+        for of_size in calls
     ]
-    seconds = torch.tensor(own_s, dtype=torch.float64, device=like.device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=pg.tp_dp_cp)
-    times = dict(zip(calls[0], seconds.T.tolist(), strict=True))
+    times = {name: [*of_sizes] for name, of_sizes in zip(calls[0], zip(*seconds, strict=True), strict=True)}
     costs: dict[tuple[Kind, Group], LinkCost] = {}
     for name, taken in times.items():
         if name[0] == "overlapped_all_to_all":

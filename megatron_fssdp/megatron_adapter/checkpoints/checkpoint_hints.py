@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,14 @@ from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import slots_in
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
+from megatron_fssdp.megatron_adapter.experts.named_copies import slots_in
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, selecting
-from megatron_fssdp.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -127,18 +127,10 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "counts_IDE": torch.from_numpy(state["counts_IDE"])}
 
 
-class Session(Protocol):
-    """What a session must have for hints."""
-
-    strategy: Strategy
-    slots: ExpertSlots
-    runtime: MoERuntime
-
-
 CheckpointHint = OwnerHint | StrategyHint | LoadHint
 
 
-def hints_of(session: Session) -> list[CheckpointHint]:
+def hints_of(session: StrategySession) -> list[CheckpointHint]:
     """Return hints for what a run with the session's strategy may change."""
     strategy, slots, runtime = session.strategy, session.slots, session.runtime
     hints: list[CheckpointHint] = [OwnerHint(slots)] if strategy.moves_owners else []
@@ -149,11 +141,11 @@ def hints_of(session: Session) -> list[CheckpointHint]:
     return hints
 
 
-_sessions: list[weakref.ref[Session]] = []
-_loading: list[Session] = []  # whose experts the running load fills
+_sessions: list[weakref.ref[StrategySession]] = []
+_loading: list[StrategySession] = []  # whose experts the running load fills
 
 
-def add(session: Session) -> None:
+def add(session: StrategySession) -> None:
     """Save and load the hints of a session with its experts."""
     _sessions.append(weakref.ref(session))
     _install()
@@ -168,7 +160,7 @@ def _install() -> None:
     wrap(serialization, "load_common_state_dict", _take_hints)
 
 
-def _alive() -> list[Session]:
+def _alive() -> list[StrategySession]:
     return [session for ref in _sessions if (session := ref()) is not None]
 
 

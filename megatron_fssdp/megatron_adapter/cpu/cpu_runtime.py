@@ -19,7 +19,7 @@ import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_replacements as replacements
-from megatron_fssdp.megatron_adapter.support import dataset_helpers
+from megatron_fssdp.megatron_adapter.support.megatron_repairs import compilation_if_needed
 from megatron_fssdp.megatron_adapter.wrapping import wrapped
 
 DEVICE_VARIABLE = "MEGATRON_FSSDP_DEVICE"
@@ -127,7 +127,7 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "all_gather": _around(replacements.uneven_all_gather),  # gloo refuses different sizes
         "reduce_scatter": _around(replacements.uneven_reduce_scatter),  # likewise
     },
-    "megatron.core.datasets.utils": {"compile_helpers": dataset_helpers.compilation_if_needed},
+    "megatron.core.datasets.utils": {"compile_helpers": compilation_if_needed},  # also without the plugin
     "megatron.core.tensor_parallel.random": {
         # Dropout under recompute saves and restores the random state.
         "_set_cuda_rng_state": _always(lambda state, *_, **__: torch.set_rng_state(state)),

@@ -7,13 +7,11 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
-from megatron_fssdp.megatron_adapter.support.broken_packages import one_line
-from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
+from megatron_fssdp.megatron_adapter.support.capabilities import one_line
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.run.run_config import RunConfig
@@ -25,6 +23,26 @@ LEAST_FREE_BYTES = 1 << 30  # Less gives a note. A checkpoint of 75 million para
 _SHOWN_PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "MEGATRON_FSSDP_")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the doctor's report: the name of a check, and what it found on this machine."""
+
+    name: str
+    found: str
+    verdict: Literal["ok", "note", "problem"] = "ok"
+    advice: str = ""  # the next step, on one line; every problem has one
+
+
+def note(name: str, found: str, advice: str = "") -> Finding:
+    """Return a finding that is worth knowing."""
+    return Finding(name, found, "note", advice)
+
+
+def problem(name: str, found: str, advice: str) -> Finding:
+    """Return a finding that prevents a training."""
+    return Finding(name, found, "problem", advice)
 
 
 @dataclass(frozen=True)
@@ -183,6 +201,11 @@ def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", device: str) -> Find
         return note(name, found, f"{num - num_ranks} GPUs are not used: --nproc {num} uses all")
     advice = f"use at most --nproc {num}, --set training.device=cpu, or a machine with more GPUs"
     return problem(name, found, f"every rank needs its own GPU: {advice}")
+
+
+def usable_cores() -> int:
+    """Return the number of cores of this host that this process can use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _asked() -> str:

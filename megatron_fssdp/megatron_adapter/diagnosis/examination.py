@@ -14,20 +14,24 @@ from typing import TYPE_CHECKING
 from megatron_fssdp.config.run.megatron_options import quiet_output
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.diagnosis.devices import (
+    Finding,
     Gpus,
     check_devices,
     check_folder,
     look_at_gpus,
+    note,
+    problem,
     shown_variables,
 )
-from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding, note, problem
 from megatron_fssdp.megatron_adapter.support import capabilities
-from megatron_fssdp.megatron_adapter.support.broken_packages import (
+from megatron_fssdp.megatron_adapter.support.capabilities import (
+    TESTED_VERSIONS,
     TRANSFORMER_ENGINE,
     broken_package,
+    is_tested,
     one_line,
+    pip_install,
 )
-from megatron_fssdp.megatron_adapter.support.capabilities import TESTED_VERSIONS, is_tested, pip_install
 from megatron_fssdp.planning.compiled_form import REBUILD, kernel_form
 
 if TYPE_CHECKING:
@@ -171,11 +175,7 @@ def check_seams(has_megatron: bool) -> list[Finding]:
     if not has_megatron:
         return [note(check, "not checked, because Megatron cannot be imported")]
     for seam in capabilities.SEAMS:
-        try:
-            reason = capabilities.absence(seam)
-        except Exception as raised:  # A module of Megatron may raise any error when it is imported.
-            reason = raised
-        if reason is None:
+        if (reason := capabilities.absence(seam)) is None:
             continue
         name, found = f"seam {seam.path}", f"not in {seam.module} ({one_line(reason)})"
         use = f"here the plugin {seam.purpose}, for {seam.needed_by}"

@@ -8,7 +8,6 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from copy import copy
-from datetime import timedelta
 from importlib.util import find_spec
 from inspect import unwrap
 from typing import Any, NoReturn
@@ -29,7 +28,7 @@ from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.attach import asked_by_environment
 from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
-from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession, nccl_options
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 
@@ -165,14 +164,11 @@ def requested_by(args: Any, host: HostSettings | None = None) -> Attachment:
     """Return the strategy of parsed arguments; refuse a model or an argument that it does not support."""
     name = args.moe_strategy
     settings = resolve_strategy(name, args.moe_strategy_config, args.moe_strategy_set)
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    if not isinstance(settings, PlacementSettings):
-        return Attachment(name, settings, host, timeout)
-    session = StrategySession(name, settings)
-    session.check_model(args, defaults=_defaults)
-    if settings.nodes is not None:
-        check_declared_nodes(settings.nodes, args.world_size)
-    return Attachment(name, settings, host, timeout, nccl_options(args))
+    if isinstance(settings, PlacementSettings):
+        StrategySession(name, settings).check_model(args, defaults=_defaults)
+        if settings.nodes is not None:
+            check_declared_nodes(settings.nodes, args.world_size)
+    return Attachment(name, settings, host)
 
 
 def _validate(args: Any, on_cpu: bool) -> None:

@@ -1,16 +1,18 @@
 """Runs an unmodified training script of any host with the plugin. Bad input gives one line."""
 
+import argparse
 import os
 import runpy
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry.bad_input import EXIT_BAD_INPUT, report
-from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package_message
+from megatron_fssdp.megatron_adapter.support.capabilities import broken_package_message
 
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py|-m MODULE ARGS… [--moe-strategy NAME]"
 
@@ -26,9 +28,7 @@ def launch(arguments: Sequence[str]) -> None:
     try:
         run = _program(list(arguments))
         try:
-            from megatron_fssdp.megatron_adapter.entry import host_command
-
-            host_command.turn_on(arguments)
+            _turn_on(arguments)
         except Exception as error:
             # An incomplete installation of an optional package ends the import of Megatron.
             if message := broken_package_message(error):
@@ -38,6 +38,31 @@ def launch(arguments: Sequence[str]) -> None:
     except ConfigurationError as error:
         report(error)
         sys.exit(EXIT_BAD_INPUT)
+
+
+def _turn_on(arguments: Sequence[str]) -> None:
+    """Attach the strategy that arguments or the environment ask for, before the program begins.
+
+    If it is one of Megatron-LM's, it parses the same arguments again, with more checks, and attaches anew.
+    """
+    if find_spec("megatron.training") is not None:
+        from megatron_fssdp.megatron_adapter.entry.registration import register
+
+        register(by_launcher=True)
+    # These import Megatron.
+    from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
+    from megatron_fssdp.megatron_adapter.entry.attach import asked_by_environment, use
+    from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment
+
+    name, settings = asked_by_environment()
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--moe-strategy", default=name)
+    parser.add_argument("--moe-strategy-config")
+    parser.add_argument("--moe-strategy-set", action="append", default=settings)
+    asked, _ = parser.parse_known_args(list(arguments))
+    if asked.moe_strategy not in (None, "none"):
+        found = resolve_strategy(asked.moe_strategy, asked.moe_strategy_config, asked.moe_strategy_set)
+        use(Attachment(asked.moe_strategy, found))
 
 
 def _program(arguments: list[str]) -> Callable[[], object]:

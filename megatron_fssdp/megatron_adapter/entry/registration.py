@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch.distributed as dist
+from megatron.training import arguments, global_vars, training
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files import run_lock
-from megatron_fssdp.megatron_adapter.checkpoints import optimizer_repairs
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.entry.argument_check import (
     add_strategy_arguments,
@@ -20,10 +20,11 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
 )
 from megatron_fssdp.megatron_adapter.entry.attach import use
 from megatron_fssdp.megatron_adapter.entry.bad_input import report_uncaught
-from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment, set_current
+from megatron_fssdp.megatron_adapter.iterations.attachment import set_current
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.support import megatron_repairs
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
-from megatron_fssdp.megatron_adapter.support.dataset_helpers import compilation_if_needed
+from megatron_fssdp.megatron_adapter.training import training_hooks
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 
@@ -48,13 +49,7 @@ def _wrap_megatron() -> None:
     # The CPU patches must come before the first use of Megatron. On a GPU run they do nothing.
     on_cpu = cpu_runtime.install()
     check_seams(for_training=True)
-    optimizer_repairs.install()
-
-    from megatron.core.datasets import utils
-    from megatron.training import arguments, global_vars, training
-
-    if not on_cpu:
-        utils.compile_helpers = compilation_if_needed(utils.compile_helpers)
+    megatron_repairs.install()
 
     # parse_args builds the parser by calling this function of its module.
     def add_megatron_arguments(add_arguments: Any, parser: Any) -> Any:
@@ -87,7 +82,9 @@ def _wrap_megatron() -> None:
         # Rank 0 holds the folder only when all ranks have come here.
         if (record_dir := requested.settings.record_dir) is not None:
             run_lock.refuse_live(record_dir, "record_dir")
-        _attach(requested)
+        # Without records, none needs nothing.
+        does_nothing = requested.name == "none" and record_dir is None and not requested.host.has_boards
+        set_current(None) if does_nothing else use(requested)
         return validated
 
     wrap(arguments, "add_megatron_arguments", add_megatron_arguments)
@@ -96,8 +93,6 @@ def _wrap_megatron() -> None:
     wrap(global_vars, "build_tokenizer", loaded_tokenizer)
 
     # Megatron looks up the functions of its training loop in this module at call time.
-    from megatron_fssdp.megatron_adapter.training import training_hooks
-
     training_hooks.wrap_training(training)
 
     # Megatron's BERT ignores --num-experts without a warning, under every strategy including `none`.
@@ -119,21 +114,12 @@ def check_started_as_rank() -> None:
 
 def _host_of(args: Any) -> HostSettings:
     """What Megatron-LM's training loop says by its arguments and global variables."""
-    from megatron.training import global_vars
-    from megatron.training.training import num_floating_point_operations
-
     return HostSettings(
         (args,),
         iteration=lambda: int(global_vars.get_args().curr_iteration),
         resumes=lambda: bool(global_vars.get_args().iteration > 0),
-        flops=lambda batch_size: num_floating_point_operations(global_vars.get_args(), batch_size),
+        flops=lambda batch_size: training.num_floating_point_operations(global_vars.get_args(), batch_size),
         boards=lambda: (global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()),
         has_boards=bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", "")),
         exports_by_name=False,  # Checkpoints name experts, and copies by name are refused.
     )
-
-
-def _attach(requested: Attachment) -> None:
-    """Let models train under the requested strategy; without records, ``none`` needs nothing."""
-    does_nothing = requested.name == "none" and requested.settings.record_dir is None
-    set_current(None) if does_nothing and not requested.host.has_boards else use(requested)

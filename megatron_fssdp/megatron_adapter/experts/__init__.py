@@ -1,1 +1,1 @@
-"""Experts' Parameters, gradients and optimizer states in Megatron, and how they move."""
+"""Experts' Parameters, gradients and optimizer states in Megatron, how they move, and copies by name."""

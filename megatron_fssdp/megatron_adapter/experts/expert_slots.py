@@ -1,18 +1,100 @@
-"""The expert Parameters of a pipeline stage as numbered slots, and the expert that each slot holds.
+"""The expert Parameters of a pipeline stage as numbered slots, the experts that they hold, and their moves.
+
+Only the contents of Megatron's Parameters move: experts to the slots of a new owner map, or copies of them to
+resident slots. The Parameters themselves stay registered with their modules, DDP buckets and optimizer groups
+(Hecate §4.3, heterogeneous sharding across layers). Gradients do not move, so contents move between two
+iterations.
 
 Shape letters: L MoE layers of the stage, E experts of a layer, D devices of the expert-parallel group.
 """
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from megatron_fssdp.collectives.failure_place import naming_failures
+from megatron_fssdp.collectives.plan_agreement import check_agreement
+from megatron_fssdp.collectives.sparse import slot_exchange
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
-from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
-from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
+from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What one re-shard moved, and how long it took."""
+
+    experts_moved: int  # experts of the pipeline stage whose slot changed
+    bytes_moved: int  # of parameters and optimizer states to other devices of the expert-parallel group
+    seconds: float  # wall time on this rank
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertResharding:
+    """Moves experts between the slots of a pipeline stage.
+
+    All ranks that hold experts of the stage must call its methods between two iterations: after the optimizer
+    step and before the next forward pass. If a method raises, nothing has moved.
+
+    Raises:
+        ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that cannot be
+            moved. The constructor says it, too.
+    """
+
+    slots: Sequence[ExpertParameters]  # of this rank, in order
+    expert_parallel: dist.ProcessGroup  # its ranks are the devices of owner maps
+    expert_data_parallel: dist.ProcessGroup  # ranks with the same experts, which share optimizer states
+    model_chunks: Sequence[Any]  # of this rank, wrapped in Megatron's DDP
+    optimizer: Any
+
+    def __post_init__(self) -> None:
+        self.quantities()  # A run whose slots cannot be exchanged should fail now.
+
+    def quantities(self) -> list[slot_exchange.SlotQuantity]:
+        """What the slots exchange: see :func:`slot_quantities`."""
+        groups = self.expert_parallel, self.expert_data_parallel
+        return slot_quantities(self.slots, self.optimizer, *groups)
+
+    @torch.no_grad()
+    def move(self, moves: Sequence[SlotMove], what: str, *, are_copies: bool = False) -> ReshardReport:
+        """Permute contents of slots, equally on all ranks; source slots keep contents that ``are_copies``.
+
+        ``what`` names the operation at errors.
+        """
+        device = self.slots[0][0].device
+        started_s = _synchronized_s(device)
+        quantities = self.quantities()
+        _finish_parameter_gathers(self.model_chunks)
+        with naming_failures(what):
+            slot_exchange.exchange_slots(self.expert_parallel, moves, quantities, are_copies=are_copies)
+        slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
+        leaving = sum(move.source_device != move.device for move in moves)
+        return ReshardReport(len(moves), leaving * slot_bytes, _synchronized_s(device) - started_s)
+
+    def agree_on(self, digest: bytes, what: str) -> None:
+        """Raise a RuntimeError on all ranks of both groups unless they have the same digest of ``what``."""
+        disagreement = None
+        try:
+            check_agreement(digest, self.expert_parallel, what)
+        except RuntimeError as error:
+            # The other ranks of the expert-data-parallel group may have passed the first check. They wait in
+            # the second one, so this rank must take part in it, with a digest that differs from theirs.
+            disagreement, digest = error, b"disagreement"
+        check_agreement(digest, self.expert_data_parallel, what)
+        if disagreement is not None:
+            raise disagreement
 
 
 class ExpertSlots:
@@ -75,8 +157,36 @@ class ExpertSlots:
         """
         return [parameter._version for slot in self.parameters for parameter in slot]
 
-    def adopt(self, owners: OwnerMap) -> None:
-        """Tell all layers who owns which expert from now on. The slots hold these experts already."""
+    def move_to(self, owners: OwnerMap) -> ReshardReport | None:
+        """Move the experts to these owners, and return what moved; ``None`` if nothing has. Collective.
+
+        Raises:
+            ValueError: The owner map does not fit these slots.
+            RuntimeError: The ranks got different owner maps.
+            ConfigurationError: As of :class:`ExpertResharding`, or the strategy moves no owners.
+        """
+        if (resharding := self.resharding) is None:
+            raise ConfigurationError(
+                "experts: got a strategy that moves no owners, or no iteration yet, wanted a strategy with "
+                "reshard_interval whose training has begun"
+            )
+        wanted = (resharding.expert_parallel.size(), len(resharding.slots))
+        if (got := (owners.num_devices, owners.slots_per_device)) != wanted:
+            raise ValueError(
+                f"new owner map: got {got[0]} devices with {got[1]} slots each, wanted {wanted[0]} devices "
+                f"with {wanted[1]} slots each; make it from the present one, by OwnerMap.with_owners"
+            )
+        old = self.owners
+        resharding.agree_on(old.digest() + owners.digest(), "the owner map of a re-shard")
+        if not (moves := old.moves_to(owners)):
+            return None
+        report = resharding.move(moves, "a re-shard")
+        if resharding.expert_parallel.rank() == 0 and resharding.expert_data_parallel.rank() == 0:
+            logger.info(
+                f"[fssdp] re-sharded {report.experts_moved} of {owners.device_LE.size} experts of this "
+                f"pipeline stage: {report.bytes_moved / 1e6:.1f} MB to other devices "
+                f"in {report.seconds:.3f} s"
+            )
         slots = self.parameters
         layout = ExpertLayout.of(slots[0])
         for index, (layer, experts) in enumerate(zip(self.layers, self._experts, strict=True)):
@@ -86,17 +196,7 @@ class ExpertSlots:
             experts.share_modules(self._experts)
             gradient_sync.belong_to(layer, chain.from_iterable(parameters.values()))
         self._owners = owners
-
-    def move_to(self, owners: OwnerMap) -> ReshardReport | None:
-        """Move the experts to these owners and adopt them, see :meth:`ExpertResharding.execute`."""
-        if self.resharding is None:
-            raise ConfigurationError(
-                "experts: got a strategy that moves no owners, or no iteration yet, wanted a strategy with "
-                "reshard_interval whose training has begun"
-            )
-        if (report := self.resharding.execute(self.owners, owners)) is not None:
-            self.adopt(owners)
-            self.on_move()
+        self.on_move()
         return report
 
     def go_home(self) -> bool:
@@ -125,3 +225,25 @@ class ExpertSlots:
             registered_in = {slot // per_layer for slot in slots}
         for index in sorted(registered_in):
             gradient_sync.await_parameters(self._experts[index].module)
+
+
+def _synchronized_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:
+    # If DDP overlaps the gather with the forward pass, only this rank's part of a Parameter has the values of
+    # the last step. In the first iteration and during evaluation, DDP has no hooks, and all are complete.
+    for chunk in model_chunks:
+        if not getattr(chunk, "remove_forward_pre_hook_handles", None):
+            continue
+        if chunk.overlap_param_gather_with_optimizer_step:
+            raise ConfigurationError(
+                "re-sharding: got --overlap-param-gather-with-optimizer-step, which starts to gather experts "
+                "before they are updated; wanted --overlap-param-gather alone; remove the flag"
+            )
+        for bucket_group in chunk.expert_parallel_bucket_groups:
+            # The loop finishes every group, so DDP need not start the next group here.
+            bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -21,9 +21,8 @@ from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attr
 from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
-from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
-from megatron_fssdp.megatron_adapter.experts.slot_states import is_layer_wise, members_of
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertResharding, ExpertSlots, ReshardReport
+from megatron_fssdp.megatron_adapter.experts.slot_quantities import is_layer_wise, members_of
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.placement.owner_map import EMPTY, ResidentMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -112,7 +111,6 @@ class ResidentExperts:
             model_chunks,
             SimpleNamespace(chained_optimizers=[optimizer, self._resident_optimizer]),
         )
-        self._contents.quantities()  # This only checks that slots can be exchanged, before the training.
         # Megatron scales all model chunks by one factor.
         wrap(first, "scale_gradients", self._scale_and_note)
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)

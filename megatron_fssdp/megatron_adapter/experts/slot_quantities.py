@@ -1,83 +1,78 @@
-"""Turns Parameters, master weights and optimizer states of experts into quantities that slots can exchange.
+"""Turns all that a rank holds of the experts' Parameters into quantities that slots can exchange.
+
+They are weights, master weights and optimizer states. This file must find everything that Megatron's
+optimizer keeps for a Parameter. It knows three optimizers, alone or in a ``ChainedOptimizer``:
+
+* ``FP32Optimizer`` keeps the states of torch's optimizer for the Parameter itself.
+* ``Float16OptimizerWithFloat16Params`` keeps an fp32 master copy, and the states for this copy.
+* ``DistributedOptimizer`` keeps the same for the range of the Parameter in this rank's part of DDP's buffer.
+  In fp32 the master is a view of the Parameter.
+
+``LayerWiseDistributedOptimizer`` contains the first two. Each Parameter is whole in the optimizer of one rank
+of the data-parallel group. States that are single numbers (Adam's ``step``) do not move. They must be equal
+for all experts.
 
 All ranks that hold a pipeline stage's experts first compare whether an expert trains in the same way in every
 slot; all of them continue or raise. With the distributed optimizer, each rank of an expert-data-parallel
-group holds the states of a part of each slot only. The parts are put together, and each rank keeps its part
-of them::
+group holds the states of a part of each slot only.
 
-    elements of a slot   0 ......................... num_elements
-    rank 0 holds         |aaaaaaaaaaaaa|
-    rank 1 holds                       |bbbbbbbbbbbbbbbb|
-    read, on all ranks   |aaaaaaaaaaaaabbbbbbbbbbbbbbbbb|
-
-Shape letters: O Parameters of an expert, Q elements of a piece, W slots.
+Shape letters: O Parameters of an expert, W slots.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch import Tensor
+from torch.nn import Parameter
 
+from megatron_fssdp.collectives.sparse.slot_exchange import SlotQuantity
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.experts.slot_states import (
-    ParameterState,
-    parameter_states,
-    sharing_group,
-)
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 PARAMETERS = "parameters"
 
 
-@dataclass(frozen=True, eq=False)
-class PartedQuantity:
-    """One quantity of all slots of a device, for example Adam's first moment: a ``SlotQuantity``."""
-
-    name: str  # in messages
-    num_elements: int  # of one slot, with its Parameters one after another
-    dtype: torch.dtype
-    device: torch.device
-    # The parts of each slot that this rank holds: position of the first element in the slot, flat elements.
-    parts_W: Sequence[Sequence[tuple[int, Tensor]]]
-    # Ranks that hold the parts, with every element on exactly one of them; None if this rank holds all.
-    part_group: dist.ProcessGroup | None
-
-    def read(self, slots: Sequence[int], start: int, out_WQ: Tensor) -> None:
-        """Fill ``out_WQ`` with Q elements of each slot; collective over ``part_group`` if it is set."""
-        if self.part_group is not None:
-            out_WQ.zero_()
-        for piece, target in self._overlaps(slots, start, out_WQ):
-            target.copy_(piece)
-        if self.part_group is not None and len(slots):
-            # Elements of other ranks are zero here, so the sum collects all parts. The sum is taken over
-            # integers because -0.0 + 0.0 is 0.0, which would lose the sign.
-            dist.all_reduce(out_WQ.view(torch.int32), group=self.part_group)
-
-    def write(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> None:
-        """Write the elements that belong to this rank's parts, and ignore the others."""
-        for piece, source in self._overlaps(slots, start, rows_WQ):
-            piece.copy_(source)
-
-    def _overlaps(self, slots: Sequence[int], start: int, rows_WQ: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the ranges of this rank's parts that lie in a piece, with the same ranges of its rows."""
-        for slot, row_Q in zip(slots, rows_WQ, strict=True):
-            for offset, part in self.parts_W[slot]:
-                first = max(offset, start)
-                last = min(offset + part.numel(), start + row_Q.numel())
-                if first < last:
-                    yield part[first - offset : last - offset], row_Q[first - start : last - start]
-
-
 # What a rank found in its slots, by name; different values of one name are an error, and so is a "problem".
 Facts = set[tuple[str, Any]]
-# Of every trained Parameter: begin and end of the rank's part, and elements of the whole Parameter.
-Ranges = tuple[tuple[int, int, int], ...]
+
+
+class _Entry(NamedTuple):
+    """Where an optimizer of Megatron's keeps the states of a Parameter's elements ``[start, stop)``."""
+
+    optimizer: Any
+    key: Tensor  # by which torch's optimizer finds the states: the Parameter or its master
+    group: Mapping[str, Any]  # its parameter group, with the settings
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of a Parameter: all its elements, and of what is kept for them ``[start, stop)``.
+
+    ``facts`` must be equal for all experts. This rank may keep nothing, where other ranks update a Parameter.
+    """
+
+    parameter: Tensor  # flat
+    facts: Mapping[str, Any]
+    is_trained: bool = True  # by an optimizer, maybe that of another rank
+    start: int = 0
+    stop: int = 0
+    kept: Mapping[str, Tensor] = field(default_factory=dict)  # master weights and optimizer states, flat
+
+    def part(self, name: str, dtype: torch.dtype) -> tuple[int, Tensor] | None:
+        """Where its elements of a quantity begin, and these."""
+        if name != PARAMETERS:
+            return (self.start, self.kept[name]) if name in self.kept else None
+        return (0, self.parameter) if self.parameter.dtype == dtype else None
 
 
 def slot_quantities(
@@ -85,7 +80,7 @@ def slot_quantities(
     optimizer: Any,
     expert_parallel: dist.ProcessGroup,
     expert_data_parallel: dist.ProcessGroup,
-) -> list[PartedQuantity]:
+) -> list[SlotQuantity]:
     """Return everything that travels with an expert: parameters, master weights and optimizer states, if any.
 
     All ranks of both groups must call it.
@@ -94,21 +89,21 @@ def slot_quantities(
         ConfigurationError: The slots are not interchangeable, or an optimizer keeps a state that cannot be
             moved. It is raised on all ranks that hold experts of the pipeline stage.
     """
-    states_WO: list[list[ParameterState]] = []
-    facts: Facts = set()
+    held_WO: list[list[_Held]] = []
     try:
-        states_WO = parameter_states(slots, optimizer)
-        facts = {("number of slots of a device", len(slots))}
+        held_WO = _held_of(slots, optimizer)
+        facts: Facts = {("number of slots of a device", len(slots))}
     except ConfigurationError as error:
         facts = {("problem", str(error))}
-    states = [(at, state) for states_O in states_WO for at, state in enumerate(states_O)]
+    of_slots = [(at, held) for held_O in held_WO for at, held in enumerate(held_O)]
     facts |= {
-        (f"{name} of parameter {at}", value) for at, state in states for name, value in state.facts.items()
+        (f"{name} of parameter {at}", value) for at, held in of_slots for name, value in held.facts.items()
     }
-    ranges: Ranges = tuple((s.start, s.stop, s.parameter.numel()) for _, s in states if s.is_trained)
-    copies: list[tuple[Facts, Ranges]] = of_all_ranks((facts, ranges), expert_data_parallel)
+    # Of every trained Parameter: begin and end of the rank's part, and elements of the whole Parameter.
+    ranges = [(held.start, held.stop, held.parameter.numel()) for _, held in of_slots if held.is_trained]
+    copies = of_all_ranks((facts, ranges), expert_data_parallel)
     facts = Facts().union(*(found for found, _ in copies))
-    sharing = sharing_group(slots, optimizer, expert_data_parallel)
+    sharing = _sharing_group(slots, optimizer, expert_data_parallel)
     are_parts = False
     if _conflict(facts) is None:  # so that all copies have ranges of the same Parameters
         members = set(dist.get_process_group_ranks(sharing))
@@ -120,10 +115,35 @@ def slot_quantities(
     facts = Facts().union(*of_all_ranks(facts, expert_parallel))
     if (problem := _conflict(facts)) is not None:
         raise ConfigurationError(problem)
-    return _quantities(states_WO, facts, sharing if are_parts else None) if states_WO else []
+    if not held_WO:
+        return []
+    # Every quantity has all elements of a slot. Those of a Parameter that has no such state are in no part.
+    *offsets_O, num_elements = accumulate((held.parameter.numel() for held in held_WO[0]), initial=0)
+    # Another rank may hold the part of a Parameter that has a state.
+    names = {name for fact, found in facts if fact.startswith("names of tensors") for name in found}
+    kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(held.parameter.dtype for held in held_WO[0])]
+    kinds += [(name, torch.float32) for name in sorted(names)]
+    return [
+        SlotQuantity(
+            name,
+            num_elements,
+            dtype,
+            held_WO[0][0].parameter.device,
+            [
+                [
+                    (offset + part[0], part[1])
+                    for held, offset in zip(held_O, offsets_O, strict=True)
+                    if (part := held.part(name, dtype)) is not None
+                ]
+                for held_O in held_WO
+            ],
+            sharing if are_parts and name != PARAMETERS else None,
+        )
+        for name, dtype in kinds
+    ]
 
 
-def _problems_of_parts(copies: Sequence[Ranges]) -> Iterator[str]:
+def _problems_of_parts(copies: Sequence[Sequence[tuple[int, int, int]]]) -> Iterator[str]:
     """Yield why the ranks of an optimizer do not hold every element of every state exactly once."""
     for ranges in zip(*copies, strict=True):
         size = ranges[0][2]
@@ -152,34 +172,116 @@ def _conflict(facts: Facts) -> str | None:
     return None
 
 
-def _quantities(
-    states_WO: Sequence[Sequence[ParameterState]], facts: Facts, part_group: dist.ProcessGroup | None
-) -> list[PartedQuantity]:
-    # Every quantity has all elements of a slot. Those of a Parameter that has no such state are in no part.
-    *offsets, num_elements = accumulate((state.parameter.numel() for state in states_WO[0]), initial=0)
-    # Another rank may hold the part of a Parameter that has a state.
-    states = {state for name, found in facts if name.startswith("names of tensors") for state in found}
-    kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(state.parameter.dtype for state in states_WO[0])]
-    kinds += [(name, torch.float32) for name in sorted(states)]
-    device = states_WO[0][0].parameter.device
-    return [
-        PartedQuantity(
-            name,
-            num_elements,
-            dtype,
-            device,
-            [[*_parts(states, offsets, name, dtype)] for states in states_WO],
-            None if name == PARAMETERS else part_group,
+def members_of(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer, or those that are chained in it, without stubs, which have no parameters here."""
+    if hasattr(optimizer, "chained_optimizers"):
+        for member in optimizer.chained_optimizers:
+            yield from members_of(member)
+    elif not getattr(optimizer, "is_stub_optimizer", False):
+        yield optimizer
+
+
+def is_layer_wise(optimizer: Any) -> bool:
+    """Whether a layer-wise optimizer is part of an optimizer, so that other ranks have some Parameters."""
+    return type(optimizer).__name__ == "LayerWiseDistributedOptimizer" or any(
+        is_layer_wise(member) for member in getattr(optimizer, "chained_optimizers", ())
+    )
+
+
+def _held_of(slots: Sequence[ExpertParameters], optimizer: Any) -> list[list[_Held]]:
+    """Return what this rank holds of every Parameter of every slot; refuse states that cannot be moved."""
+    members = list(members_of(optimizer))
+    entries = {parameter: entry for member in members for parameter, entry in _entries(member)}
+    if is_layer_wise(optimizer):
+        elsewhere = (parameter for slot in slots for parameter in slot if parameter not in entries)
+        entries.update(dict.fromkeys(elsewhere))
+    names = [type(member).__name__ for member in members]
+    return [[_held(parameter, entries, names) for parameter in slot] for slot in slots]
+
+
+def _sharing_group(
+    slots: Sequence[ExpertParameters], optimizer: Any, expert_data_parallel: dist.ProcessGroup
+) -> dist.ProcessGroup:
+    """Return the group whose ranks together hold the optimizer states of this rank's experts once."""
+    # Of several instances of the distributed optimizer, each has all states on a part of the ranks.
+    for member in members_of(optimizer):
+        buffers = member.buffers if type(member) is DistributedOptimizer and slots else ()
+        if any(slots[0][0] in buffer.param_to_bucket for buffer in buffers):
+            return member.data_parallel_group
+    return expert_data_parallel
+
+
+def _entries(optimizer: Any) -> Iterator[tuple[Parameter, _Entry | None]]:
+    """Yield every Parameter of one optimizer, with ``None`` if this rank updates no part of it."""
+    # The exact type is compared because a subclass may keep more states than its base class.
+    kind = type(optimizer)
+    if kind is DistributedOptimizer:
+        for parameter in (parameter for buffer in optimizer.buffers for parameter in buffer.param_to_bucket):
+            place = optimizer.model_param_group_index_map.get(parameter)
+            if place is None:
+                yield parameter, None
+                continue
+            group = optimizer.optimizer.param_groups[place[0]]
+            part = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, _Entry(optimizer, group["params"][place[1]], group, part.start, part.end)
+    elif kind in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+        halves = chain.from_iterable(getattr(optimizer, "float16_groups", ()))
+        parameter_of = {parameter.main_param: parameter for parameter in halves}
+        for group in optimizer.optimizer.param_groups:
+            for key in group["params"]:
+                yield parameter_of.get(key, key), _Entry(optimizer, key, group, 0, key.numel())
+
+
+def _held(parameter: Parameter, entries: Mapping[Parameter, _Entry | None], optimizers: list[str]) -> _Held:
+    is_float = parameter.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if not is_float or not parameter.is_contiguous():
+        raise ConfigurationError(
+            f"re-sharding: got an expert's parameter of data type {parameter.dtype} that is "
+            f"{'' if parameter.is_contiguous() else 'not '}contiguous, wanted a contiguous one of "
+            f"float32, bfloat16 or float16; {KEEP_OWNERS}"
         )
-        for name, dtype in kinds
-    ]
+    flat = parameter.data.view(-1)
+    is_trained = parameter.requires_grad
+    facts = {"shape": tuple(parameter.shape), "data type": parameter.dtype, "frozen": not is_trained}
+    if not is_trained:
+        return _Held(flat, facts, is_trained)
+    if parameter not in entries:
+        raise ConfigurationError(
+            f"re-sharding: got an expert's parameter that is in none of the optimizers {optimizers}, "
+            "wanted it in an FP32Optimizer, a Float16OptimizerWithFloat16Params or a DistributedOptimizer; "
+            f"use Megatron's --optimizer adam or sgd, or {KEEP_OWNERS}"
+        )
+    entry = entries[parameter]
+    if entry is None:
+        return _Held(flat, facts)
+    if getattr(entry.optimizer.config, "optimizer_cpu_offload", False):
+        raise ConfigurationError(
+            "re-sharding: got --optimizer-cpu-offload, wanted optimizer states on the device of their "
+            f"parameters; remove the flag, or {KEEP_OWNERS}"
+        )
+    settings = {key: value for key, value in entry.group.items() if key not in ("params", "param_names")}
+    facts |= {f"setting {key}": _as_text(value) for key, value in settings.items()}
+    tensors: dict[str, Tensor] = {}
+    # The mapping is a defaultdict: an index would create an empty state for a missing key.
+    for key, value in entry.optimizer.optimizer.state.get(entry.key, {}).items():
+        if torch.is_tensor(value) and value.dim() > 0:
+            tensors[f"state {key}"] = value.data
+        else:
+            facts[f"state {key}"] = _as_text(value)
+    part, master = flat[entry.start : entry.stop], entry.key.data
+    if master.data_ptr() != part.data_ptr():
+        tensors["master parameters"] = master
+    facts["names of tensors"] = tuple(sorted(tensors))
+    for name, tensor in tensors.items():
+        got, wanted = (tensor.shape, tensor.dtype, tensor.device), (master.shape, torch.float32, part.device)
+        if got != wanted or not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"re-sharding: got an optimizer with {name} of {got}, wanted {wanted}; use Megatron's "
+                f"--optimizer adam or sgd with states in fp32, or {KEEP_OWNERS}"
+            )
+    tensors = {name: tensor.view(-1) for name, tensor in tensors.items()}
+    return _Held(flat, facts, is_trained, entry.start, entry.stop, tensors)
 
 
-def _parts(
-    states_O: Sequence[ParameterState], offsets_O: Sequence[int], name: str, dtype: torch.dtype
-) -> Iterator[tuple[int, Tensor]]:
-    for state, offset in zip(states_O, offsets_O, strict=True):
-        if name != PARAMETERS and name in state.tensors:
-            yield offset + state.start, state.tensors[name]
-        elif name == PARAMETERS and state.parameter.dtype == dtype:
-            yield offset, state.parameter
+def _as_text(value: Any) -> str:
+    return repr(value.tolist() if torch.is_tensor(value) else value)

@@ -8,46 +8,29 @@ import atexit
 import logging
 import os
 import weakref
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
 from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import install_exports
-from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal
-from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.megatron_adapter.experts.named_copies import install_exports
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings, check_equal
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
-from megatron_fssdp.megatron_adapter.layer.joined_model import join, numbers_of
-from megatron_fssdp.megatron_adapter.layer.strategy_session import DEFAULT_OPTIONS, StrategySession
+from megatron_fssdp.megatron_adapter.layer.moe_layer import join, numbers_of
+from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession, nccl_options
 
 logger = logging.getLogger(__name__)
 
 
 class Attachment:
-    """One strategy with its settings, for all models that DDP wraps from now on; each gets its own session.
+    """One strategy with its settings, for all models that DDP wraps from now on, each in its own session."""
 
-    ``timeout`` and ``nccl_options`` are those of the groups of transfers, by default those of Megatron's
-    expert-parallel groups and of high priority.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        settings: StrategySettings,
-        host: HostSettings | None = None,
-        timeout: timedelta | None = None,
-        nccl_options: dict[str, Any] = DEFAULT_OPTIONS,
-    ) -> None:
+    def __init__(self, name: str, settings: StrategySettings, host: HostSettings | None = None) -> None:
         self.name, self.settings, self.host = name, settings, host or HostSettings()
-        self._timeout, self._nccl_options = timeout, nccl_options
         self._models: list[weakref.ref[ModelIterations]] = []
-        self._open: ModelIterations | None = None  # a model that lacks chunks
-        self._numbers: set[tuple[int | None, int]] = set()  # of the layers of that model
         self.has_joined = False
         if isinstance(settings, PlacementSettings):
             atexit.register(self._tell_absence)
@@ -74,17 +57,13 @@ class Attachment:
                 "or --moe-strategy none"
             )
         numbers = numbers_of(module)
-        model = self._open
-        if model is None or numbers & self._numbers:
+        model = next(reversed(self.models), None)
+        # With virtual stages, a model of this rank has several chunks, which are wrapped one after another.
+        if model is None or len(model.chunks) == model.num_chunks or numbers & model.numbers:
             model = self._new(config, ddp_config)
-        self._numbers |= numbers
+        model.numbers |= numbers
         if model.session is not None and join(module, model.session):
             self.has_joined = True
-        # With virtual stages, a model of this rank has several chunks, which are wrapped one after another.
-        if model.num_chunks_missing(config) == 1:
-            self._open, self._numbers = None, set()
-        else:
-            self._open = model
         return model
 
     def _new(self, config: Any, ddp_config: Any) -> ModelIterations:
@@ -95,15 +74,14 @@ class Attachment:
         named = {f"--moe-strategy-set {key}": value for key, value in asked.items()}
         check_equal({"--moe-strategy": self.name, **named}, devices)
         if isinstance(self.settings, PlacementSettings):
-            timeout = self._timeout or _timeout_of(devices)
             settings, why = self._may_move(self.settings)
-            session = StrategySession(self.name, settings, timeout, self._nccl_options)
+            session = StrategySession(self.name, settings, nccl_options(host))
             session.keeps_owners = why
             session.check_model(*host.sources)
             checkpoint_hints.add(session)
             install_exports()
         model = ModelIterations(self.name, self.settings, host, session)
-        self._numbers = set()
+        model.num_chunks = config.virtual_pipeline_model_parallel_size or 1
         self._models.append(weakref.ref(model))
         return model
 
@@ -127,12 +105,6 @@ class Attachment:
                 f"[fssdp] --moe-strategy {self.name} did nothing: Megatron's DDP wrapped no MoE layer",
                 flush=True,
             )
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The time-out of a group's collectives; groups that are made later do not inherit it."""
-    backend: Any = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
-    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 _current: Attachment | None = None

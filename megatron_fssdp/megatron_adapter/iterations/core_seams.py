@@ -33,10 +33,10 @@ from megatron.core.utils import get_model_config
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import refuse_moved
+from megatron_fssdp.megatron_adapter.experts.named_copies import refuse_moved
 from megatron_fssdp.megatron_adapter.iterations.attachment import current
+from megatron_fssdp.megatron_adapter.iterations.host_settings import mark, model_of, models_of, note_optimizer
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
-from megatron_fssdp.megatron_adapter.iterations.model_marks import mark, model_of, models_of, note_optimizer
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import count
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.wrapping import wrap
@@ -144,12 +144,15 @@ def _when_home(read: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _step(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    with ExitStack() as surrounded:
-        told = [surrounded.enter_context(model.step()) for model in models_of(self)]
-        result = step(self, *args, **kwargs)
-        for results in told:
-            results.append(result)
-    return result
+    ending = [model for model in models_of(self) if model.begin_step()]
+    try:
+        results = step(self, *args, **kwargs)
+    finally:
+        for model in ending:
+            model.is_stepping = False
+    for model in ending:
+        model.end_step(*results)
+    return results
 
 
 def _step_alone(step: Any, self: Any) -> Any:

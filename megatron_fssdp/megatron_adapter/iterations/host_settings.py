@@ -1,11 +1,42 @@
-"""A host's training: its settings by Megatron's names, wherever the host keeps them, and its model."""
+"""A host's training: its settings by Megatron's names, wherever the host keeps them, and its models.
 
-from collections.abc import Callable, Iterator, Sequence
+A run is refused on all ranks if one rank finds a reason, or if ranks have different settings. Every rank
+reads its own command line, files and environment, and plans by them. Ranks that differ in them would wait for
+each other forever.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
+import torch.distributed as dist
+
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_settings import (
+    CHECK_VARIABLE,
+    PROFILE_VARIABLE,
+    StrategySettings,
+    checks_plans,
+    profile_iterations,
+)
+from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
+from megatron_fssdp.megatron_adapter.experts.slot_quantities import members_of
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
+from megatron_fssdp.planning.compiled_form import source_digest
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
+
+if TYPE_CHECKING:
+    from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
+
+_MODEL = "model_of_fssdp"
+_built: weakref.WeakSet[Any] = weakref.WeakSet()  # Optimizers; those of a chained one are in it, too.
+_SIZES = ("num_experts", "num_layers", "hidden_size", "seq_length")
+_COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
 
 
 @dataclass(frozen=True)
@@ -63,4 +94,122 @@ class HostModel:
     settings: StrategySettings
     host: HostSettings
     session: StrategySession | None
-    chunks: list[Any] = field(default_factory=list, init=False)  # of this rank, as DDP wraps them
+    # Of this rank: its chunks that DDP has wrapped, how many there will be, and their layers.
+    chunks: list[Any] = field(default_factory=list, init=False)
+    num_chunks: int = field(default=1, init=False)
+    numbers: set[tuple[int | None, int]] = field(default_factory=set, init=False)
+
+
+@contextmanager
+def refused_together() -> Iterator[None]:
+    """Raise on all ranks a ConfigurationError that some of them raise inside. Collective over all ranks.
+
+    A rank that raised none gets the message of the lowest rank that did.
+    """
+    reason: ConfigurationError | None = None
+    try:
+        yield
+    except ConfigurationError as error:
+        reason = error
+    messages = of_all_ranks(None if reason is None else str(reason))
+    first = next((message for message in messages if message is not None), None)
+    if first is not None:
+        raise reason or ConfigurationError(first)
+
+
+def check_equal_settings(model: HostModel) -> None:
+    """Refuse, on all ranks, those with different settings or another request for boards. Collective."""
+    check_equal(_facts(model))
+
+
+def check_equal(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Refuse, on all ranks of a group, ranks with different facts. Collective."""
+    of_ranks = dict(zip(dist.get_process_group_ranks(group), of_all_ranks(facts, group), strict=True))
+    lowest, first = next(iter(of_ranks.items()))
+    # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.
+    for name in dict.fromkeys(name for known in of_ranks.values() for name in known):
+        for rank, known in of_ranks.items():
+            if known.get(name) != first.get(name):
+                raise ConfigurationError(
+                    f"{name}: got {first.get(name)} on rank {lowest} and {known.get(name)} on rank {rank}, "
+                    "wanted the same on all ranks, because all of them must plan alike; start them with the "
+                    "same options, files and environment"
+                )
+
+
+def _facts(model: HostModel) -> dict[str, Any]:
+    settings = model.settings.model_dump(mode="json")
+    # Only rank 0 writes records, but all ranks measure for them.
+    is_recorded = settings.pop("record_dir", None) is not None
+    facts: dict[str, Any] = {
+        "--moe-strategy": model.name,
+        **{f"--moe-strategy-set {key}": value for key, value in settings.items()},
+        "whether --moe-strategy-set record_dir is given": is_recorded,
+        "whether --tensorboard-dir or --wandb-project is given": model.host.has_boards,
+    }
+    facts |= {
+        f"--{name.replace('_', '-')}": value
+        for name, value in model.host.items()
+        # Megatron compares none of them. With another top-k, a rank would train silently.
+        if (name.startswith("moe_") or name in _COMPARED) and not callable(value)
+    }
+    with suppress(PackageNotFoundError):  # It may run without an installation.
+        facts["version of megatron_fssdp"] = version("megatron-fssdp")
+    facts["version of the planning kernels"] = source_digest()
+    if model.session is not None:
+        strategy = model.session.strategy
+        # A candidate of another package is left out on ranks on which it cannot be built.
+        if selecting(strategy):
+            facts["strategies to select from"] = tuple(strategy.candidates)
+        facts[PROFILE_VARIABLE], facts[CHECK_VARIABLE] = profile_iterations(), checks_plans()
+        # The order in which a rank issues its messages depends on it.
+        one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        facts["whether CUDA_DEVICE_MAX_CONNECTIONS is 1"] = one_queue
+    return facts
+
+
+def mark(held: Iterable[Any], model: "ModelIterations") -> None:
+    """Mark what belongs to a model, which lives as long as these."""
+    for marked in held:
+        setattr(marked, _MODEL, model)
+
+
+def model_of(marked: Any) -> "ModelIterations | None":
+    """The model of a marked object."""
+    return getattr(marked, _MODEL, None)
+
+
+def note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Build an optimizer, and note it."""
+    init(self, *args, **kwargs)
+    _built.add(self)
+
+
+def optimizer_of(model: "ModelIterations") -> Any:
+    """The optimizer that has a model's parameters; several are returned as one; ``None`` without any."""
+    of_model = [optimizer for optimizer in _built if model in models_of(optimizer)]
+    inner = {id(member) for chain in of_model for member in getattr(chain, "chained_optimizers", ())}
+    outer = [optimizer for optimizer in of_model if id(optimizer) not in inner]
+    if len(outer) > 1:
+        return SimpleNamespace(chained_optimizers=outer, config=outer[0].config)
+    return outer[0] if outer else None
+
+
+def models_of(optimizer: Any) -> list["ModelIterations"]:
+    """The models whose parameters an optimizer has."""
+    if (known := getattr(optimizer, _MODEL, None)) is None:
+        known = list({id(model): model for model in _searched(optimizer)}.values())
+        setattr(optimizer, _MODEL, known)
+    return known
+
+
+def _searched(optimizer: Any) -> Iterator["ModelIterations"]:
+    for member in members_of(optimizer):
+        groups = [getattr(member, name, ()) for name in ("float16_groups", "fp32_from_fp32_groups")]
+        held = [
+            *getattr(member, "buffers", ()),
+            *(parameter for group in groups for part in group for parameter in part),
+        ]
+        if (inner := getattr(member, "optimizer", None)) is not None:
+            held += [parameter for group in inner.param_groups for parameter in group["params"]]
+        yield from (model for parameter in held if (model := model_of(parameter)) is not None)

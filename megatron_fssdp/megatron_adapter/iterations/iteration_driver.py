@@ -18,11 +18,11 @@ from megatron.core import parallel_state
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
-from megatron_fssdp.megatron_adapter.experts.resharding import ExpertResharding, ReshardReport
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
-from megatron_fssdp.megatron_adapter.iterations.balance_report import BalanceReport
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel
-from megatron_fssdp.megatron_adapter.iterations.start_report import (
+from megatron_fssdp.megatron_adapter.iterations.training_reports import (
+    BalanceReport,
     expert_optimizer,
     held_replicas,
     report_memory,
@@ -83,15 +83,13 @@ class IterationDriver:
             return
         if strategy.moves_owners:
             owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
-            resharding = ExpertResharding(owned, devices, copies, model.chunks, optimizer)
-            resharding.quantities()  # A run whose slots cannot be exchanged should fail now.
-            session.slots.resharding = resharding
+            session.slots.resharding = ExpertResharding(owned, devices, copies, model.chunks, optimizer)
         if selecting(strategy) and session.slots.layers:
             self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
-                layer.lifecycle.measure_costs(LayerStopwatch())
+                layer.lifecycle.stopwatch = LayerStopwatch()
         else:  # Until costs are measured, there are no limits, and no replicas.
             report_memory(session, self._host, self.held)
 

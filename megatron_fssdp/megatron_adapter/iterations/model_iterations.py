@@ -16,20 +16,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
-from megatron_fssdp.megatron_adapter.iterations.equal_settings import check_equal_settings, refused_together
-from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel
+from megatron_fssdp.megatron_adapter.iterations.host_settings import (
+    HostModel,
+    check_equal_settings,
+    optimizer_of,
+    refused_together,
+)
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-from megatron_fssdp.megatron_adapter.iterations.model_marks import optimizer_of
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
-from megatron_fssdp.megatron_adapter.iterations.start_report import report_installation
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
+from megatron_fssdp.megatron_adapter.iterations.training_reports import report_installation
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
@@ -48,7 +52,7 @@ class ModelIterations(HostModel):
         self._is_open = False
         self._is_by_hand = False  # No schedule has told of passes in the open iteration.
         self._is_scheduled = False  # A schedule runs passes.
-        self._is_stepping = False  # Optimizers step, which call each other.
+        self.is_stepping = False  # Optimizers step, which call each other.
         self._is_zero = True  # Gradients were set to zero since the iteration began, or since the last one.
         self._mixes = False  # Experts have moved, and gradients of others were kept in their slots.
         self._num_done = 0
@@ -59,10 +63,6 @@ class ModelIterations(HostModel):
         if self.session is not None:
             self.session.slots.before_home, self.session.slots.on_move = self._leave, self._note_move
             self.session.runtime.measure |= self.host.has_boards  # Layers read this when they join.
-
-    def num_chunks_missing(self, config: Any) -> int:
-        """Chunks of this rank that DDP has not wrapped."""
-        return (config.virtual_pipeline_model_parallel_size or 1) - len(self.chunks)
 
     def add(self, ddp: Any) -> None:
         """Add a chunk that DDP has wrapped."""
@@ -208,16 +208,13 @@ class ModelIterations(HostModel):
         found = [one.main_grad.any() for slot in slots for one in slot if hasattr(one, "main_grad")]
         return bool(found) and bool(torch.stack(found).any())
 
-    @contextmanager
-    def step(self) -> Iterator[list[Any]]:
-        """Surround the optimizer's step, whose results the caller puts into the list; the iteration ends."""
-        results: list[Any] = []
+    def begin_step(self) -> bool:
+        """Bring gradients home before the optimizer's step; return whether it ends an iteration."""
         if self._is_zero and self._is_known:
             self.join()
         # A second optimizer of the model steps, or the model is frozen.
-        if not self._is_open or self._is_stepping:
-            yield results
-            return
+        if not self._is_open or self.is_stepping:
+            return False
         if self._mixes:
             raise ConfigurationError(
                 f"--moe-strategy {self.name}: got gradients that are kept while experts move, wanted "
@@ -233,13 +230,13 @@ class ModelIterations(HostModel):
             self.driver.begin_step()
         if self._stock is not None:
             self._stock.share()
-        self._is_stepping = True
-        try:
-            yield results
-        finally:
-            self._is_stepping = False
-        if self.driver is not None and results:
-            self.driver.end_step(*results[0][:2])
+        self.is_stepping = True
+        return True
+
+    def end_step(self, has_stepped: bool, grad_norm: Any, *_: Any) -> None:
+        """End the iteration after the optimizer's step, with its results."""
+        if self.driver is not None:
+            self.driver.end_step(has_stepped, grad_norm)
         self._is_open = self._is_prepared = self._is_by_hand = self._is_zero = False
         loads = [] if self.driver is None else self.driver.end()
         if self._stock is not None:
@@ -249,7 +246,7 @@ class ModelIterations(HostModel):
         if self.recorder is not None and self.recorder.wants_iteration(number):
             _synchronize()  # The step's kernels must be in its time.
             self._facts.iteration_s = time.perf_counter() - self._began_s
-            self._facts.grad_norm = results[0][1] if results else None
+            self._facts.grad_norm = grad_norm
             moved, selected = (
                 (None, None) if self.driver is None else (self.driver.reshard, self.driver.selection)
             )
@@ -296,8 +293,6 @@ class ModelIterations(HostModel):
 
 def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:
     """The smallest module that contains all MoE layers of a chunk, outside of lists of layers."""
-    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
-
     paths = [name.replace(".", "/") for name, one in ddp.named_modules() if isinstance(one, BaseMoELayer)]
     if not paths:
         return None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ReshardReport
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.iterations.stage_records import RankRecord, by_stage, gathered
 from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean

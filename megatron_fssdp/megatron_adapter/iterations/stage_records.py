@@ -3,6 +3,7 @@
 Shape letters: Z micro-batches, D devices, E experts.
 """
 
+import os
 import resource
 import socket
 from collections.abc import Sequence
@@ -15,8 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_fssdp.megatron_adapter.experts.resharding import ReshardReport
-from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
+from megatron_fssdp.megatron_adapter.experts.expert_slots import ReshardReport
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
@@ -42,7 +42,7 @@ class RankRecord:
     peer: int = field(default_factory=parallel_state.get_expert_tensor_parallel_rank)
     device: int = field(default_factory=parallel_state.get_expert_model_parallel_rank)
     host: str = field(default_factory=socket.gethostname)
-    cores: int = field(default_factory=usable_cores)
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     peak_bytes: int = field(default_factory=_peak_bytes)
 
 
@@ -81,9 +81,10 @@ def _stage(ranks: list[RankRecord]) -> RankRecord:
     reshards = [record.reshard for record in groups]
     moved_bytes = sum(reshard.bytes_moved for reshard in reshards)
     seconds = max(reshard.seconds for reshard in reshards)
+    losses = [number for record in ranks for number in record.loss or ()]
     return replace(
         groups[0],
-        loss=_sum_of([record.loss for record in ranks if record.loss is not None]),
+        loss=(sum(losses[::2]), sum(losses[1::2])) if losses else None,
         loads=[
             _layer(
                 [record.loads[index] for record in groups if record.peer == 0],
@@ -94,10 +95,6 @@ def _stage(ranks: list[RankRecord]) -> RankRecord:
         ],
         reshard=ReshardReport(reshards[0].experts_moved, moved_bytes, seconds),
     )
-
-
-def _sum_of(losses: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    return (sum(one for one, _ in losses), sum(number for _, number in losses)) if losses else None
 
 
 def _layer(

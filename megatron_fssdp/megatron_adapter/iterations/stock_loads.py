@@ -13,8 +13,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_fssdp.collectives.gathered_counts import CountsOnTheWay, start_counts
-from megatron_fssdp.megatron_adapter.layer.joined_model import trained_layers
-from megatron_fssdp.megatron_adapter.layer.moe_layer import global_number
+from megatron_fssdp.megatron_adapter.layer.moe_layer import global_number, trained_layers
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -27,21 +26,17 @@ class _StockLayer:
     """The counts of one layer in an iteration: tokens by expert, and by how many places compute them."""
 
     def __init__(self, context: LayerContext, device: torch.device) -> None:
-        self.context, self._spread = context, TokenSpread(context.owner_E, context.topology, device)
-        self._counts_E = torch.zeros(context.num_experts, dtype=torch.int32, device=device)
+        self.context, self.spread = context, TokenSpread(context.owner_E, context.topology, device)
+        self.counts_E = torch.zeros(context.num_experts, dtype=torch.int32, device=device)
 
     def add(self, routing_map: torch.Tensor) -> None:
         """Add the tokens of a pass, bool ``[T, E]``; the host does not wait."""
-        self._counts_E.add_(routing_map.sum(dim=0))
-        self._spread.add(routing_map)
+        self.counts_E.add_(routing_map.sum(dim=0))
+        self.spread.add(routing_map)
 
     def numbers_N(self) -> torch.Tensor:
         """What other ranks need of this rank, int32."""
-        return torch.cat([self._counts_E, self._spread.sums.int()])
-
-    def clear(self) -> None:
-        """Drop the counts."""
-        torch._foreach_zero_([self._counts_E, self._spread.sums])
+        return torch.cat([self.counts_E, self.spread.sums.int()])
 
     def load(self, numbers_DN: np.ndarray) -> LayerLoad:
         """Return the load of the iteration by the numbers of all devices."""
@@ -93,7 +88,7 @@ class StockLoads:
     def clear(self) -> None:
         """Forget the counts, at the begin of an iteration."""
         for counted in self._counted:
-            counted.clear()
+            torch._foreach_zero_([counted.counts_E, counted.spread.sums])
 
     def share(self) -> None:
         """Start to gather the counts of the iteration. Collective over all ranks that have the experts."""
@@ -110,6 +105,6 @@ class StockLoads:
         numbers_SN = on_the_way.wait()[0].numpy()
         num_devices = self._counted[0].context.num_devices
         numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1, dtype=np.int64)
-        ends = np.cumsum([len(counted.numbers_N()) for counted in self._counted])
+        ends = np.cumsum([len(counted.counts_E) + len(counted.spread.sums) for counted in self._counted])
         parts = np.split(numbers_DN, ends[:-1], axis=1)
         return [one.load(part_DN) for one, part_DN in zip(self._counted, parts, strict=True)]

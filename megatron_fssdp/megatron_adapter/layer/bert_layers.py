@@ -8,8 +8,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
-from megatron.core.models.bert import bert_layer_specs
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import moe_module_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,7 +23,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.utils import get_pg_rank, log_single_rank
 
-from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 logger = logging.getLogger(__name__)
@@ -84,18 +82,6 @@ def with_experts(spec: ModuleSpec, config: Any) -> ModuleSpec:
         },
     )
     return ModuleSpec(module=BertLayer, params={**spec.params, "experts": experts}, submodules=dense)
-
-
-def stock_spec(use_transformer_engine: bool) -> ModuleSpec:
-    """Return Megatron's own spec of a dense BERT layer; Transformer Engine must be installed for its own."""
-    if not use_transformer_engine:
-        return bert_layer_specs.bert_layer_local_spec
-    if not HAVE_TE:
-        raise ConfigurationError(
-            "BERT: got Megatron's Transformer Engine spec, but Transformer Engine is not installed; wanted "
-            "the local spec: add --transformer-impl local, or install Transformer Engine"
-        )
-    return bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
 
 
 def install() -> None:

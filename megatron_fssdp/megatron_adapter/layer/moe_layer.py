@@ -5,7 +5,8 @@ are Megatron's. This class builds the dispatcher for slots instead of experts, r
 experts compute what is in the slots, and calls the runtime where weights and gradients of replicas travel.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, Self, cast
@@ -13,14 +14,15 @@ from typing import Any, Self, cast
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
-from megatron_fssdp.megatron_adapter.checkpoints.named_copies import keep_names
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
+from megatron_fssdp.megatron_adapter.experts.named_copies import keep_names
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers, refuse_own_methods
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
@@ -28,7 +30,7 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import Topology
 from megatron_fssdp.megatron_adapter.support.limits import slot_multiple
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -167,10 +169,11 @@ class StrategyMoELayer(MoELayer):
     ) -> tuple[torch.Tensor, None]:
         layer, self._has_computed = self.slot_layer, True
         in_steps = getattr(self.token_dispatcher, "compute_in_steps", None)
-        if in_steps is not None:
-            return layer.compute_in_steps(rows, probs, self._slot_experts.compute, in_steps), None
-        with layer.await_weights(rows):
+        late = layer.await_weights(rows, in_steps=in_steps is not None)
+        if in_steps is None:
             output, _ = self._slot_experts.compute(rows, tokens_per_expert, probs, **buffers)
+        else:
+            output = in_steps(rows, probs, self._slot_experts.compute, *late)
         return layer.leave_experts(output), None
 
     def _check_computed(self, *_: Any) -> None:
@@ -223,7 +226,7 @@ def install_beginnings(model: Iterable[torch.nn.Module]) -> None:
 
 def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     slots = moe.slot_layer
-    slots.lifecycle.begin_chunk(is_first=first)
+    slots.local.is_first = first
 
     def begun(method: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -240,9 +243,66 @@ def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bo
         wrap(layer, name, begun)
     if slots.groups.one_queue:
         for part in layer.self_attention.children():
-            part.register_forward_hook(partial(_advance, slots))
+            part.register_forward_hook(partial(_advance, slots.groups))
 
 
-def _advance(slots: SlotLayer, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _advance(groups: ExpertGroups, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
     outputs = output if isinstance(output, tuple) else (output,)
-    slots.advance_transfers(next((output for output in outputs if isinstance(output, torch.Tensor)), None))
+    groups.advance_transfers(next((output for output in outputs if isinstance(output, torch.Tensor)), None))
+
+
+def join(model: torch.nn.Module, session: StrategySession) -> list[StrategyMoELayer]:
+    """Let the trained MoE layers of a model chunk join a session. Collective over their groups.
+
+    Raises:
+        ConfigurationError: A layer is of a class that is not known, or cannot be served.
+    """
+    for layer in _layers(model):
+        if type(layer) is not MoELayer:
+            raise ConfigurationError(
+                f"--moe-strategy {session.strategy_name}: got an MoE layer of class {type(layer).__module__}."
+                f"{type(layer).__qualname__}, wanted {MoELayer.__module__}.MoELayer; build the model from "
+                "Megatron's MoE layer, attach one strategy before DDP wraps it, or use --moe-strategy none"
+            )
+    return [StrategyMoELayer.of(layer, session, before) for layer, before in trained_layers(model)]
+
+
+def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int | None]]:
+    """The MoE layers of a model chunk, each with how many come before its pattern of layers, if it is in one.
+
+    If a model has two layers of the same number, as with a teacher inside, those whose experts are frozen are
+    left out.
+    """
+    places = _places(model)
+    numbers = Counter(places.values())
+    return [
+        (layer, place[0])
+        for layer, place in places.items()
+        if numbers[place] == 1 or any(parameter.requires_grad for parameter in layer.experts.parameters())
+    ]
+
+
+def numbers_of(model: torch.nn.Module) -> set[tuple[int | None, int]]:
+    """What tells apart the MoE layers of one model: their numbers, and where predicted tokens are."""
+    return set(_places(model).values())
+
+
+def _places(model: torch.nn.Module) -> dict[Any, tuple[int | None, int]]:
+    before = dict(_predicted(model))
+    return {layer: (before.get(layer), layer.layer_number or 0) for layer in _layers(model)}
+
+
+def _layers(model: torch.nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, BaseMoELayer))
+
+
+def _predicted(model: torch.nn.Module) -> Iterator[tuple[Any, int]]:
+    """Layers of multi-token prediction, each with how many of them come before its pattern of layers.
+
+    Megatron numbers the layers of each pattern from 1 again, and 0.19 does not tell a layer that it belongs
+    to a pattern of a hybrid model.
+    """
+    for module in model.modules():
+        if isinstance(module, MultiTokenPredictionLayer):
+            before = (module.layer_number - 1) * len(module.mtp_layer_pattern or "")
+            yield from ((layer, before) for layer in _layers(module))

@@ -16,9 +16,8 @@ from megatron_fssdp.config.loading import load_yaml
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, checks_plans, puts_weights
 from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
-from megatron_fssdp.megatron_adapter.support.known_options import check_known
 from megatron_fssdp.megatron_adapter.support.limits import check_limits
-from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
+from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings, check_known
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -36,18 +35,13 @@ DEFAULT_OPTIONS = {"is_high_priority_stream": True, "max_ctas": 8}
 class StrategySession:
     """One strategy but ``none`` for one model, with its settings and the runtime that all layers share.
 
-    Time-out and NCCL options are those of the groups that it creates.
+    NCCL options are those of the groups of transfers that it creates.
     """
 
     def __init__(
-        self,
-        strategy_name: str,
-        settings: PlacementSettings,
-        timeout: timedelta | None = None,
-        nccl_options: dict[str, Any] = DEFAULT_OPTIONS,
+        self, strategy_name: str, settings: PlacementSettings, options: dict[str, Any] = DEFAULT_OPTIONS
     ) -> None:
-        self.strategy_name, self.settings = strategy_name, settings
-        self.timeout, self.nccl_options = timeout, nccl_options
+        self.strategy_name, self.settings, self._nccl_options = strategy_name, settings, options
         self.strategy = build_strategy(strategy_name, settings)
         is_recorded = settings.record_dir is not None
         self.runtime = MoERuntime(self.strategy, measure=is_recorded, check_plans=checks_plans())
@@ -75,7 +69,7 @@ class StrategySession:
         strategy = self.strategy
         has_transfers = strategy.overlaps or strategy.selects or strategy.may_replicate(1)
         if has_transfers and expert_parallel.size() > 1:
-            transfers = create_transfer_group(expert_parallel, self.timeout, self.nccl_options)
+            transfers = create_transfer_group(expert_parallel, self._nccl_options)
         topology = detect_topology(expert_parallel, self.settings.nodes)
         puts = transfers is not None and puts_weights()
         peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
@@ -89,7 +83,7 @@ class StrategySession:
             peers,
             everyone if peers is not None else None,
             one_queue=has_one_queue(expert_parallel),
-            node=create_node_slots(expert_parallel, topology, self.timeout) if puts else None,
+            node=create_node_slots(expert_parallel, topology) if puts else None,
         )
         return groups
 
@@ -107,15 +101,13 @@ class StrategySession:
         return settings
 
 
-def nccl_options(args: Any) -> dict[str, Any]:
+def nccl_options(host: Any) -> dict[str, Any]:
     """Return the transfer group's NCCL options, also of the file that Megatron's arguments name."""
-    path = args.nccl_communicator_config_path
+    path = host.nccl_communicator_config_path
     return DEFAULT_OPTIONS | ((load_yaml(path).get(SHORT_NAME) if path else None) or {})
 
 
-def create_transfer_group(
-    expert_parallel: dist.ProcessGroup, timeout: timedelta | None, options: dict[str, Any]
-) -> dist.ProcessGroup:
+def create_transfer_group(expert_parallel: dist.ProcessGroup, options: dict[str, Any]) -> dist.ProcessGroup:
     """Create a second process group of the expert-parallel ranks, and connect them; collective over them.
 
     Megatron's function creates it, because Megatron may change the time-outs of all groups that it has
@@ -129,7 +121,7 @@ def create_transfer_group(
     try:
         group: dist.ProcessGroup = parallel_state.create_group(
             dist.get_process_group_ranks(expert_parallel),
-            timeout=timeout,
+            timeout=_timeout_of(expert_parallel),
             pg_options=nccl,
             use_local_synchronization=True,
             group_desc="FSSDP_TRANSFER_GROUP",
@@ -142,9 +134,7 @@ def create_transfer_group(
     return group
 
 
-def create_node_slots(
-    expert_parallel: dist.ProcessGroup, topology: Topology, timeout: timedelta | None
-) -> NodeSlots | None:
+def create_node_slots(expert_parallel: dist.ProcessGroup, topology: Topology) -> NodeSlots | None:
     """Create the slots that the ranks of this node write to; collective. ``None`` if a rank is alone in it.
 
     Raises:
@@ -156,7 +146,8 @@ def create_node_slots(
             "CUDA_DEVICE_MAX_CONNECTIONS=1, wanted two ranks in a node and several connections; unset it"
         )
     devices = topology.devices_by_node[topology.node_of_device_D[expert_parallel.rank()]]
-    ranks, timeout = dist.get_process_group_ranks(expert_parallel), timeout or dist.default_pg_timeout
+    ranks = dist.get_process_group_ranks(expert_parallel)
+    timeout = _timeout_of(expert_parallel) or dist.default_pg_timeout
     if len(devices) == 1:
         return None
     # It is for the rendezvous alone. Under NCCL, torch could split it from the default group's communicator.
@@ -164,6 +155,12 @@ def create_node_slots(
         [ranks[device] for device in devices], timeout, "gloo", use_local_synchronization=True
     )
     return NodeSlots(group, devices, timeout)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The time-out of a group's collectives; groups that are made later do not inherit it."""
+    backend: Any = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def has_one_queue(group: dist.ProcessGroup) -> bool:

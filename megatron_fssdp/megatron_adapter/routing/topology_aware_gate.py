@@ -71,35 +71,17 @@ def select_experts(
     selected one after another, and the limit holds for each of these selections. A token that may not leave
     takes the best expert that is left with an owner in this rank's node (``is_near_E``, at least K).
     """
-    is_taken_TE = torch.zeros_like(fit_TE, dtype=torch.bool)
-    selections = []
+    lowest, open_TE, selections = torch.finfo(fit_TE.dtype).min, fit_TE.clone(), []
     for _ in range(top_k):
-        open_TE = fit_TE.masked_fill(is_taken_TE, _lowest(fit_TE))
-        best_T = _best_expert(open_TE)
+        # Sorts are stable, because argmax does not define which of equal values it returns.
+        fit_T, best_T = (of_TE[:, 0] for of_TE in torch.sort(open_TE, descending=True, stable=True))
+        near_TE = torch.sort(open_TE.masked_fill(~is_near_E, lowest), descending=True, stable=True).indices
         leaves_T = ~is_near_E[best_T]
-        stays_T = leaves_T & ~_highest_leaving(open_TE, best_T, leaves_T, most_leaving)
-        near_T = _best_expert(open_TE.masked_fill(~is_near_E, _lowest(fit_TE)))
-        selected_T = torch.where(stays_T, near_T, best_T)
-        is_taken_TE[torch.arange(len(selected_T), device=selected_T.device), selected_T] = True
+        goes_T = torch.zeros_like(leaves_T)
+        # Tokens whose best expert is near are last in this order, so they take no place of a leaving token.
+        leaving = torch.sort(fit_T.masked_fill(~leaves_T, lowest), descending=True, stable=True).indices
+        goes_T[leaving[:most_leaving]] = True
+        selected_T = torch.where(leaves_T & ~goes_T, near_TE[:, 0], best_T)
+        open_TE.scatter_(1, selected_T[:, None], lowest)
         selections.append(selected_T)
     return torch.stack(selections, dim=1)
-
-
-def _highest_leaving(
-    fit_TE: torch.Tensor, best_T: torch.Tensor, leaves_T: torch.Tensor, most_leaving: int
-) -> torch.Tensor:
-    """Whether each token is one of the ``most_leaving`` with the highest fit that want to leave, ``[T]``."""
-    fit_T = fit_TE.gather(1, best_T[:, None])[:, 0].masked_fill(~leaves_T, _lowest(fit_TE))
-    goes_T = torch.zeros_like(leaves_T)
-    # Tokens whose best expert is near are last in this order, so they take no place of a leaving token.
-    goes_T[torch.sort(fit_T, descending=True, stable=True).indices[:most_leaving]] = True
-    return goes_T & leaves_T
-
-
-def _best_expert(fit_TE: torch.Tensor) -> torch.Tensor:
-    # The sort is stable, because argmax does not define which of equal values it returns.
-    return torch.sort(fit_TE, dim=1, descending=True, stable=True).indices[:, 0]
-
-
-def _lowest(fit_TE: torch.Tensor) -> float:
-    return torch.finfo(fit_TE.dtype).min

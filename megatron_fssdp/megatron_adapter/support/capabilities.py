@@ -1,18 +1,30 @@
-"""Tested versions, and the seams: what the plugin attaches to in Megatron.
+"""Tested versions, broken packages, and the seams: what the plugin attaches to in Megatron.
 
 The check of seams looks for names and ignores the version number. A fork or a nightly build that has all of
 them works. A release that lacks one is refused before anything runs.
+
+Megatron detects Transformer Engine and Apex by importing them, and expects an ``ImportError`` if they are
+missing. Their incomplete installations raise other errors, which end every import of Megatron. They are
+recognized here.
 """
 
 import importlib
 import importlib.metadata
 import inspect
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from megatron_fssdp.config.errors import ConfigurationError
+
+TRANSFORMER_ENGINE = "Transformer Engine"
+_NAMES = {
+    "transformer_engine": TRANSFORMER_ENGINE,
+    "transformer_engine_torch": TRANSFORMER_ENGINE,
+    "apex": "Apex",
+}
 
 # For pip. pyproject.toml repeats them, and a test compares.
 TESTED_VERSIONS = {
@@ -96,9 +108,14 @@ SEAMS = _seams(
       _ParamAndGradBuffer.reset | drops the sums of replicas with the gradients | placement
       _ParamAndGradBucketGroup.start_grad_sync | waits for complete expert gradients | parallel
       _ParamAndGradBucketGroup.finish_grad_sync | completes expert gradients before their reduction | parallel
+      _ParamAndGradBucketGroup.finish_param_sync | ends the gather of parameters before experts move | moving
     megatron.core.distributed
       DistributedDataParallel._make_forward_pre_hook | gathers parameters before replicas | gather
       DistributedDataParallel._make_backward_post_hook | waits for what DDP adds to gradients | parallel
+      DistributedDataParallel.scale_gradients | completes expert gradients before | placement
+      DistributedDataParallel.expert_parallel_bucket_groups | ends it before experts move | moving
+      DistributedDataParallel.remove_forward_pre_hook_handles | ends it before experts move | moving
+      DistributedDataParallel.overlap_param_gather_with_optimizer_step | ends it before experts move | moving
     megatron.core.datasets.utils
       compile_helpers | uses compiled dataset helpers where there are some | every
     megatron.training.arguments
@@ -118,13 +135,6 @@ SEAMS = _seams(
       TransformerLayer.mlp | starts to gather experts while attention computes | placement
       TransformerLayer._forward_attention | starts it in the combined schedule | placement
       TransformerLayer._te_cuda_graph_replay | starts it before a CUDA graph of attention | placement
-    megatron.core.distributed.param_and_grad_buffer
-      _ParamAndGradBucketGroup.finish_param_sync | ends the gather of parameters before experts move | moving
-    megatron.core.distributed
-      DistributedDataParallel.scale_gradients | completes expert gradients before | placement
-      DistributedDataParallel.expert_parallel_bucket_groups | ends it before experts move | moving
-      DistributedDataParallel.remove_forward_pre_hook_handles | ends it before experts move | moving
-      DistributedDataParallel.overlap_param_gather_with_optimizer_step | ends it before experts move | moving
     megatron.core.optimizer.distrib_optimizer
       DistributedOptimizer._get_model_param_range_map | moves optimizer states between devices | states
     megatron.core.dist_checkpointing.serialization
@@ -146,7 +156,7 @@ def absence(seam: Seam) -> Exception | None:
         found: Any = importlib.import_module(seam.module)
         for name in seam.path.split("."):
             found = None if _assigns(found, name) else getattr(found, name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # A module of Megatron may raise any error when it is imported.
         return error
     return None
 
@@ -173,3 +183,33 @@ def _assigns(owner: object, name: str) -> bool:
         return False
     methods = (inspect.unwrap(method) for base in owner.__mro__ for method in vars(base).values())
     return any(name in method.__code__.co_names for method in methods if inspect.isfunction(method))
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def broken_package(error: BaseException) -> str | None:
+    """Return the name of the optional package that caused an error of importing Megatron, if one did.
+
+    A package is the cause if its own code raised the error, or if only an empty folder of it is left, so that
+    Megatron finds neither its version nor its metadata.
+    """
+    raised_in = [str(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
+    sought_in = getattr(getattr(error, "obj", None), "__name__", "")  # the module without the attribute
+    sources = (*raised_in, str(getattr(error, "name", "")), sought_in)
+    names = (_NAMES.get(source.partition(".")[0].replace("-", "_")) for source in sources)
+    return next(filter(None, names), None)
+
+
+def broken_package_message(error: BaseException) -> str | None:
+    """Return one line about :func:`broken_package`, with the next step."""
+    if (name := broken_package(error)) is None:
+        return None
+    return (
+        f"{name}: got an incomplete installation, whose import ends Megatron's import ({one_line(error)}); "
+        f"wanted a complete one or none: pip uninstall {name.lower().replace(' ', '-')}, or install it again "
+        "by NVIDIA's instructions for the installed torch; then run megatron-fssdp doctor"
+    )

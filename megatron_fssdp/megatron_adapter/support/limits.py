@@ -49,15 +49,12 @@ def _has_fixed_slots(s: Strategy) -> bool:
 
 
 # fmt: off
-# Megatron refuses biases of divided experts too, by an assertion. Under sequence parallelism, Megatron 0.19
-# sums the gradients of output biases over the tensor-parallel ranks. With whole experts, these ranks own
-# different experts, so the result would depend on who owns what.
+# Megatron refuses biases of divided experts. Under sequence parallelism, Megatron 0.19 sums the gradients of
+# output biases over the tensor-parallel ranks. With whole experts, these ranks own different experts, so the
+# result would depend on who owns what.
 # The histories of delayed scaling belong to the position of an expert in the module, which has other experts
 # from iteration to iteration. Local graphs contain the end of a layer, where the next transfers start.
 EVERY: tuple[Limit, ...] = (
-    Limit("biases_in_parts", "biases of experts under expert tensor parallelism",
-        lambda m, _: m.parts > 1 and m.add_bias_linear,
-        "add --disable-bias-linear, or --expert-tensor-parallel-size 1"),
     Limit("biases_of_sequences", "biases of experts under sequence parallelism",
         lambda m, _: m.tensor_ranks > 1 and not m.equal_tokens and m.add_bias_linear,
         "add --disable-bias-linear"),

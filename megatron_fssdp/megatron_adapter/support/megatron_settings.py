@@ -1,12 +1,25 @@
-"""What is read of Megatron's settings, typed, and what of Megatron has it."""
+"""What is read of Megatron's settings, typed, and which of its options are known.
 
+``known_options.txt`` names all fields of Megatron's configs and all its arguments that were looked at. Others
+may change what layers of experts do, so they may only have their defaults. A Megatron that lacks what is read
+is refused too, because it may have it under another name.
+"""
+
+import copy
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache, partial
 from itertools import batched, chain
+from pathlib import Path
 from typing import Any, Self
 
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.support.capabilities import pip_install
+
+ALLOWED = "MEGATRON_FSSDP_ALLOW"  # Names of unknown options that a user allows, separated by commas.
 # Names of classes: parsed arguments, and configs of megatron-core.
 OPTIONAL = "optional"  # marks what Megatron 0.19, or Megatron without another package, lacks
 _A, _M = frozenset({"Namespace"}), frozenset({"TransformerConfig"})
@@ -122,7 +135,7 @@ class MegatronSettings:
     def of(cls, *sources: Any) -> Self:
         """Read arguments or configs, of which the first value but ``None`` and ``False`` counts.
 
-        A host's may lack attributes. :func:`.known_options.check_known` looks at those of Megatron itself.
+        A host's may lack attributes. :func:`check_known` looks at those of Megatron itself.
         """
 
         def value(name: str) -> Any:
@@ -142,3 +155,59 @@ def attributes() -> dict[str, frozenset[str]]:
     """All attributes that are read, and the classes of Megatron that have them."""
     names = (field.metadata.get("names", {}).items() for field in fields(MegatronSettings))
     return dict(chain.from_iterable(names))
+
+
+@cache
+def known_options() -> frozenset[str]:
+    """Return the names in the file. Its sections say to readers why a name is known."""
+    lines = Path(__file__).with_name("known_options.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(name for line in lines if line[:1] not in ("#", "[") for name in line.split())
+
+
+def field_defaults(config: Any) -> dict[str, Any]:
+    """Return the defaults of a dataclass's fields that megatron.core declares; hosts may add others.
+
+    Configs of datasets do not count: what layers of experts do does not depend on them.
+    """
+    found: dict[str, Any] = {}
+    for kind in reversed(type(config).__mro__):
+        is_core = kind.__module__.startswith("megatron.core.")
+        if is_core and not kind.__module__.startswith("megatron.core.datasets.") and is_dataclass(kind):
+            for one in fields(kind):
+                made = None if one.default_factory is MISSING else one.default_factory()
+                found[one.name] = made if one.default is MISSING else one.default
+    return found
+
+
+def check_known(who: str, settings: Any, defaults: Mapping[str, Any] | None = None) -> None:
+    """Refuse, by a ConfigurationError, an unknown option without its default that ``ALLOWED`` does not name.
+
+    The settings are Megatron's arguments with their ``defaults``, or a config, whose classes have them.
+    """
+    defaults = field_defaults(settings) if defaults is None else defaults
+    kinds = {kind.__name__ for kind in type(settings).__mro__} if defaults else set()
+    for name, classes in attributes().items():
+        if kinds & classes and OPTIONAL not in classes and name not in defaults:
+            raise ConfigurationError(
+                f"{who}: got a Megatron whose {type(settings).__name__} has no {name}, on which refusals "
+                f"depend, wanted a tested version: {pip_install('megatron-core')}"
+            )
+    allowed = os.environ.get(ALLOWED, "").replace(",", " ").split()
+    for name in sorted(defaults.keys() - known_options() - set(allowed)):
+        default = defaults[name]
+        got, wanted = (" ".join(repr(value).split()) for value in (getattr(settings, name, default), default))
+        if got != wanted and not _is_derived(settings, name, default, got):
+            raise ConfigurationError(
+                f"{who}: {name}: got {got:.80}, which this version of megatron_fssdp does not know, wanted "
+                f"its default {wanted:.80}; remove it, tell us, or set {ALLOWED}={','.join([*allowed, name])}"
+            )
+
+
+def _is_derived(config: Any, name: str, default: Any, got: str) -> bool:
+    """Whether ``__post_init__`` of a config makes this value of the default by itself."""
+    again = copy.copy(config)
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):
+        setattr(again, name, default)
+        again.__post_init__()
+        return " ".join(repr(getattr(again, name)).split()) == got
+    return False

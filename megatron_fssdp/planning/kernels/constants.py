@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 # cython: infer_types=True, annotation_typing=False
 """The numbers of the kernels; none of them depends on a machine."""
 
@@ -19,11 +19,7 @@ MOST_FREE = 64
 NO_PAIRS = 1e-12
 # Bits of a number of hops inside a node, which is at most the logarithm of the devices.
 HOP_BITS = 6
-# Rows of what devices and nodes do.
-WORK = 0
-IN = 1
-OUT = 2
-GETS = 3
-SENDS = 4
+# Price of a trial that is left out.
+NO_PRICE = 1e300
 # Column of what a node does from which on an expert in it may make the number lower.
 FAR_PAIRS = 5

@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 # cython: infer_types=True, annotation_typing=False
 """The steps of planners that place one expert after the other."""
 

@@ -1,38 +1,36 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 # cython: infer_types=True, annotation_typing=False
 """Descents to placements that cost less."""
 
 import cython
 import numpy as np
 
-from megatron_fssdp.planning.arrays import zero_ints, zero_reals
 from megatron_fssdp.planning.cost.layer_costs import CostedLayer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 if not cython.compiled:  # the .pxd file imports them for C
-    from megatron_fssdp.planning.kernels.constants import IN, OUT, ROUNDING, WIDTH, WORK
-    from megatron_fssdp.planning.kernels.priced_layer import PricedLayer
+    from megatron_fssdp.planning.kernels.constants import ROUNDING, WIDTH
+    from megatron_fssdp.planning.kernels.expert_parts import ExpertParts
 
 
-class PlacementDescent(PricedLayer):
+class PlacementDescent(ExpertParts):
     """Descents from a placement, one change of one expert at a time; ``search.py`` says what they try.
 
     Attributes:
         best: Seconds of the present placement during a descent.
-        kept_s: Seconds of the best placement so far, ``kept_ED``.
-        part_E: Parts of the experts in what :meth:`rank` looks at.
+        kept_s: Seconds of the best placement so far, ``kept_ED``, which is the caller's at first.
         tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
-        is_tired_E: 1 for the experts that saved nothing during the present descent.
         most_replicated: Most experts that may have replicas.
         most_prices: Most prices of a descent.
     """
 
-    def __init__(self, layer: CostedLayer, slots: int, most_replicated: int, most_prices: int) -> None:
+    def __init__(
+        self, layer: CostedLayer, start_ED: np.ndarray, slots: int, most_replicated: int, most_prices: int
+    ) -> None:
         owners = ExpertPlacement.owners_only(layer.owner_E, layer.topology.num_devices)
-        PricedLayer.__init__(self, layer, owners, slots)
+        ExpertParts.__init__(self, layer, owners, slots)
         self.most_replicated, self.most_prices, self.kept_s = most_replicated, most_prices, self.start_s
-        self.kept_ED = memoryview(np.array(self.has_ED))
-        self.part_E, self.is_tired_E = zero_reals(self.num_experts), zero_ints(self.num_experts)
+        self.kept_ED = memoryview(np.array(start_ED, np.uint8))
         self.tried_D = memoryview(np.zeros((2, self.num_devices), np.uint8))
 
     def keep(self) -> float:
@@ -46,18 +44,29 @@ class PlacementDescent(PricedLayer):
     def keep_this(self) -> None:
         """Keep the present placement."""
         for expert in range(self.num_experts):
-            for device in range(self.num_devices):
-                self.kept_ED[expert, device] = self.has_ED[expert, device]
+            if self.is_changed_E[expert]:
+                for device in range(self.num_devices):
+                    self.kept_ED[expert, device] = self.has_ED[expert, device]
+                self.is_changed_E[expert] = 0
 
-    def become(self, to_ED: memoryview) -> None:
-        """Go to another placement."""
+    def go_back(self) -> None:
+        """Go to the best placement so far."""
         for expert in range(self.num_experts):
-            for device in range(self.num_devices):
-                if self.has_ED[expert, device] != to_ED[expert, device]:
-                    self.count(expert, -1)
-                    self.hold(expert, to_ED, expert)
-                    self.count(expert, 1)
+            for device in range(self.num_devices if self.is_changed_E[expert] else 0):
+                if self.has_ED[expert, device] != self.kept_ED[expert, device]:
+                    self.count_held(expert, -1)
+                    self.hold(expert, self.kept_ED, expert)
+                    self.count_held(expert, 1)
                     break
+            self.is_changed_E[expert] = 0
+
+    def drop_all(self) -> None:
+        """Go to the placement without replicas."""
+        for expert in range(self.num_experts):
+            if self.holders_E[expert] > 1:
+                self.count_held(expert, -1)
+                self.spread(expert, 0)
+                self.count_held(expert, 1)
 
     def hold(self, expert: int, table: memoryview, row: int) -> None:
         """Give an expert that is out the holders of a row of a table."""
@@ -91,53 +100,6 @@ class PlacementDescent(PricedLayer):
             num += self.holders_E[other] > 1
         return self.holders_E[expert] > 1 or num < self.most_replicated
 
-    def rank(self, of_links: bool) -> None:
-        """Write to ``part_E`` the parts of the busiest device, or of the link whose pairs take longest."""
-        at = 0
-        column = WORK
-        most = -1.0
-        first = IN if of_links else WORK
-        last = OUT if of_links else WORK
-        for place in range(self.far_at + self.num_devices if of_links else self.num_devices):
-            kind = 0 if place < self.num_devices else 1 if place < self.far_at else 2
-            seconds = self.costs.dispatch[kind, 1] + self.costs.combine[kind, 1] if of_links else 1.0
-            for side in range(first, last + 1):
-                if seconds * self.busy[side, place] > most:
-                    most, at, column = seconds * self.busy[side, place], place, side
-        for expert in range(self.num_experts):
-            self.part_E[expert] = 0.0 if self.is_tired_E[expert] else self.part_of(expert, at, column)
-
-    def part_of(self, expert: int, place: int, column: int) -> float:
-        """The part of an expert in one number of ``busy``."""
-        if place >= self.far_at:
-            device = place - self.far_at
-            if column == OUT:
-                is_sent = self.holders_EN[expert, self.node_D[device]] == 0
-                return self.load_ED[expert, device] if is_sent else 0.0
-            return self.unserved_E[expert] / self.holders_E[expert] if self.has_ED[expert, device] else 0.0
-        is_device = place < self.num_devices
-        node = self.node_D[place] if is_device else place - self.num_devices
-        num = self.holders_EN[expert, node]
-        if column == OUT:
-            if is_device:
-                return self.load_ED[expert, place] if num > 0 and not self.has_ED[expert, place] else 0.0
-            return self.load_EN[expert, node] if num == 0 else 0.0
-        if num == 0 or (is_device and not self.has_ED[expert, place]):
-            return 0.0
-        near = self.rest_EN[expert, node] / num
-        if is_device and column == IN:
-            return near
-        each_far = self.unserved_E[expert] / self.holders_E[expert]
-        return self.load_ED[expert, place] + near + each_far if is_device else each_far * num
-
-    def largest_part(self) -> int:
-        """The expert with the highest ``part_E``; of equal ones the first."""
-        largest = 0
-        for expert in range(self.num_experts):
-            if self.part_E[expert] > self.part_E[largest]:
-                largest = expert
-        return largest
-
     def least_loaded(self, expert: int, node: int, is_full: bool) -> int:
         """The least loaded device of a node without the expert and with a free slot, or full; -1 if none."""
         found = -1
@@ -145,7 +107,7 @@ class PlacementDescent(PricedLayer):
             device = self.member_D[i]
             if self.has_ED[expert, device] or (self.used_D[device] >= self.slots) != is_full:
                 continue
-            if found < 0 or self.busy[WORK, device] < self.busy[WORK, found]:
+            if found < 0 or self.work[device] < self.work[found]:
                 found = device
         return found
 
@@ -154,6 +116,7 @@ class PlacementDescent(PricedLayer):
         seconds = self.price_with(expert, -1)
         if seconds < self.trial_s * (1.0 - ROUNDING):
             self.trial_s = seconds
+            self.aim_below(seconds)
             for device in range(self.num_devices):
                 self.tried_D[1, device] = self.has_ED[expert, device]
 
@@ -173,6 +136,7 @@ class PlacementDescent(PricedLayer):
         for device in range(self.num_devices):
             self.tried_D[0, device] = self.has_ED[expert, device]
         self.trial_s = self.best
+        self.aim_below(self.best)
         for node in range(self.num_nodes):
             free = self.least_loaded(expert, node, False) if may_grow else -1
             if free >= 0:

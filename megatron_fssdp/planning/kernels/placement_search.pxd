@@ -3,7 +3,6 @@ from megatron_fssdp.planning.kernels.constants cimport HIGHEST_LEVEL, LEVEL_STEP
 from megatron_fssdp.planning.kernels.placement_descent cimport PlacementDescent
 
 cdef class PlacementSearch(PlacementDescent):
-    cdef unsigned char[:, ::1] owners_ED, start_ED
     cdef double[::1] plan_D
     cdef Py_ssize_t[::1] want_E, by_owner_E, first_D, hottest_E, order_D, taken_D
     cdef double[:, ::1] load_DE, load_NE
@@ -12,12 +11,10 @@ cdef class PlacementSearch(PlacementDescent):
     @cython.locals(room=Py_ssize_t, gain=double, most=double, wanted=Py_ssize_t, picked=Py_ssize_t, more=Py_ssize_t)
     cdef Py_ssize_t give_away(self, bint in_all_nodes, double level, Py_ssize_t room) noexcept nogil
     cdef void place_wanted(self) noexcept nogil
-    @cython.locals(num_taken=Py_ssize_t, num_left=Py_ssize_t, at=Py_ssize_t, is_free=bint)
+    @cython.locals(num_taken=Py_ssize_t, taken=Py_ssize_t, next_at=Py_ssize_t, at=Py_ssize_t, is_free=bint)
     cdef void place(self, Py_ssize_t expert, double part, Py_ssize_t most) noexcept nogil
-    @cython.locals(at=Py_ssize_t)
-    cdef void sort(self, Py_ssize_t[::1] devices, Py_ssize_t num) noexcept nogil
-    @cython.final
-    cdef bint has_less(self, Py_ssize_t one, Py_ssize_t other) noexcept nogil
+    @cython.locals(at=Py_ssize_t, other=Py_ssize_t, plan=double)
+    cdef void sort(self) noexcept nogil
     cdef void seed_by_levels(self) noexcept nogil
     @cython.locals(turn=Py_ssize_t, missed=Py_ssize_t, expert=Py_ssize_t)
     cdef void kick(self) noexcept nogil

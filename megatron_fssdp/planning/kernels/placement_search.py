@@ -1,4 +1,4 @@
-# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 # cython: infer_types=True, annotation_typing=False
 """The search for replicas: seeds, descents from the best of them, and kicks."""
 
@@ -23,7 +23,6 @@ class PlacementSearch(PlacementDescent):
     """The search for the placement with the fewest seconds; ``search.py`` says what it tries and why.
 
     Attributes:
-        owners_ED, start_ED: The placements without replicas and of the caller.
         hottest_E: The experts by load, descending.
         want_E: Holders that water filling wants for each expert, and ``plan_D`` the loads of devices then.
             ``order_D`` has the devices in the order of these, and ``taken_D`` those that get an expert.
@@ -34,10 +33,8 @@ class PlacementSearch(PlacementDescent):
     def __init__(
         self, layer: CostedLayer, start_ED: np.ndarray, slots: int, most_replicated: int, most_prices: int
     ) -> None:
-        PlacementDescent.__init__(self, layer, slots, most_replicated, most_prices)
+        PlacementDescent.__init__(self, layer, start_ED, slots, most_replicated, most_prices)
         devices = self.num_devices
-        self.owners_ED = memoryview(np.array(self.has_ED))
-        self.start_ED = memoryview(np.array(start_ED, np.uint8))
         self.hottest_E = memoryview(np.argsort(-np.asarray(self.total_E), kind="stable"))
         self.want_E, self.plan_D, self.taken_D = (
             zero_ints(self.num_experts),
@@ -57,7 +54,7 @@ class PlacementSearch(PlacementDescent):
         One replica that crosses a link makes a whole transfer longer, and the next ones over other links are
         then free. So a single replica rarely pays, although several together do.
         """
-        self.become(self.owners_ED)
+        self.drop_all()
         self.descend(True, 0)
         num_free = 1
         gained = True
@@ -106,7 +103,7 @@ class PlacementSearch(PlacementDescent):
     def place_wanted(self) -> None:
         """Put the replicas of ``want_E`` on the devices that then have least, spread over the nodes."""
         num_placed = 0
-        self.sort(self.order_D, self.num_devices)
+        self.sort()
         for expert in range(self.num_experts):
             self.part_E[expert] = (
                 self.total_E[expert] / self.want_E[expert] if self.want_E[expert] > 1 else 0.0
@@ -119,9 +116,9 @@ class PlacementSearch(PlacementDescent):
             self.part_E[picked] = 0.0
             num_placed += 1
             most = (self.want_E[picked] + self.num_nodes - 1) // self.num_nodes
-            self.count(picked, -1)
+            self.count_held(picked, -1)
             self.place(picked, part, most)
-            self.count(picked, 1)
+            self.count_held(picked, 1)
 
     def place(self, expert: int, part: float, most: int) -> None:
         """Put the replicas of ``want_E`` of an expert that is out, at most so many holders in a node.
@@ -129,48 +126,47 @@ class PlacementSearch(PlacementDescent):
         ``order_D`` stays in order, although devices with a new replica move back in it.
         """
         num_taken = 0
-        num_left = 0
         for i in range(self.num_devices):
+            if num_taken == self.want_E[expert] - 1:
+                break
             device = self.order_D[i]
             is_free = not self.has_ED[expert, device] and self.used_D[device] < self.slots
-            if (
-                is_free
-                and num_taken < self.want_E[expert] - 1
-                and self.holders_EN[expert, self.node_D[device]] < most
-            ):
+            if is_free and self.holders_EN[expert, self.node_D[device]] < most:
                 self.put(expert, device, 1)
                 self.plan_D[device] += part
                 self.taken_D[num_taken] = device
+                self.order_D[i] = -1
                 num_taken += 1
+        taken = 0
+        next_at = 0
+        at = 0
+        while taken < num_taken:
+            while next_at < self.num_devices and self.order_D[next_at] < 0:
+                next_at += 1
+            if (
+                next_at == self.num_devices
+                or self.plan_D[self.taken_D[taken]] < self.plan_D[self.order_D[next_at]]
+            ):
+                self.order_D[at] = self.taken_D[taken]
+                taken += 1
             else:
-                self.order_D[num_left] = device
-                num_left += 1
-        self.sort(self.taken_D, num_taken)
-        at = self.num_devices
-        while num_taken > 0:
-            at -= 1
-            if num_left > 0 and self.has_less(self.taken_D[num_taken - 1], self.order_D[num_left - 1]):
-                num_left -= 1
-                self.order_D[at] = self.order_D[num_left]
-            else:
-                num_taken -= 1
-                self.order_D[at] = self.taken_D[num_taken]
+                self.order_D[at] = self.order_D[next_at]
+                next_at += 1
+            at += 1
 
-    def sort(self, devices: memoryview, num: int) -> None:
-        """Sort the first ``num`` of these devices by ``plan_D``, equal ones by number; most are in order."""
-        for i in range(1, num):
-            device = devices[i]
+    def sort(self) -> None:
+        """Sort ``order_D`` by ``plan_D``, equal ones by number; most are in order."""
+        for i in range(1, self.num_devices):
+            device = self.order_D[i]
+            plan = self.plan_D[device]
             at = i
-            while at > 0 and self.has_less(device, devices[at - 1]):
-                devices[at] = devices[at - 1]
+            while at > 0:
+                other = self.order_D[at - 1]
+                if self.plan_D[other] < plan or (self.plan_D[other] == plan and other < device):
+                    break
+                self.order_D[at] = other
                 at -= 1
-            devices[at] = device
-
-    def has_less(self, one: int, other: int) -> bool:
-        """Whether the first of two devices has the lower ``plan_D``, or an equal one and the lower number."""
-        if self.plan_D[one] == self.plan_D[other]:
-            return one < other
-        return self.plan_D[one] < self.plan_D[other]
+            self.order_D[at] = device
 
     def seed_by_levels(self) -> None:
         """Keep the best placement in which owners give load away until they keep a part of the mean."""
@@ -188,7 +184,7 @@ class PlacementSearch(PlacementDescent):
                 room = self.give_away(kind == 1, HIGHEST_LEVEL - level * LEVEL_STEP, room)
                 if room == before:
                     continue
-                self.become(self.owners_ED)
+                self.drop_all()
                 self.place_wanted()
                 # All slots are used, or more replicas cost more than they save.
                 if self.keep() > self.start_s or room == 0:
@@ -197,13 +193,13 @@ class PlacementSearch(PlacementDescent):
     def seed_by_sources(self) -> None:
         """Keep the best placement in which devices, or nodes, have the one or two experts they use most."""
         for kind in range(4 if self.num_nodes > 1 else 2):
-            self.become(self.owners_ED)
+            self.drop_all()
             num_replicated = 0
             for turn in range(min(self.slots, 1 + kind % 2) * self.num_devices):
                 num_replicated += self.fetch(turn % self.num_devices, kind > 1, num_replicated)
             for expert in range(self.num_experts):
                 if self.holders_E[expert] > 1:
-                    self.count(expert, 1)
+                    self.count_held(expert, 1)
             self.keep()
 
     def fetch(self, device: int, for_node: bool, num: int) -> int:
@@ -219,25 +215,27 @@ class PlacementSearch(PlacementDescent):
                     found, most = expert, load
         is_first = found >= 0 and self.holders_E[found] == 1
         if is_first:
-            self.count(found, -1)  # out until all replicas are placed
+            self.count_held(found, -1)  # out until all replicas are placed
         if found >= 0:
             self.put(found, device, 1)
         return 1 if is_first else 0
 
     def prune(self) -> None:
         """Drop the replicas without which the kept placement costs no more."""
-        self.become(self.kept_ED)
+        self.go_back()
         for expert in range(self.num_experts):
             if self.holders_E[expert] == 1:
                 continue
             self.count(expert, -1)
             self.price()
+            self.aim_below(self.kept_s)
             for device in range(self.num_devices):
                 if self.has_ED[expert, device] and device != self.owner_E[expert]:
                     self.put(expert, device, -1)
                     seconds = self.price_with(expert, -1)
                     if seconds <= self.kept_s:
                         self.kept_s = seconds
+                        self.aim_below(seconds)
                     else:
                         self.put(expert, device, 1)
             self.count(expert, 1)
@@ -252,23 +250,25 @@ class PlacementSearch(PlacementDescent):
         while missed < 3 * self.num_experts and self.num_prices < last:
             expert = self.hottest_E[turn // 3 % self.num_experts]
             before = self.kept_s
-            self.become(self.kept_ED)
+            self.go_back()
             if turn % 3 == 0 or self.may_grow(expert):
-                self.count(expert, -1)
+                self.count_held(expert, -1)
                 self.spread(expert, turn % 3)
-                self.count(expert, 1)
+                self.count_held(expert, 1)
                 self.descend(False, 0)
             turn += 1
             missed = 0 if self.kept_s < before else missed + 1
 
     def run(self) -> None:
         """Search; the result is ``kept_ED`` and ``kept_s``."""
+        self.go_back()
+        self.kept_s = self.price()
+        self.drop_all()
+        self.keep()
         self.seed_by_sources()
         self.seed_by_levels()
-        self.become(self.start_ED)
-        self.keep()
         self.climb()
-        self.become(self.kept_ED)
+        self.go_back()
         self.descend(False, 0)
         # Several devices or links are equally busy now, so no single change lowers the exact price.
         self.descend(True, 0)

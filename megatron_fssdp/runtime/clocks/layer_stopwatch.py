@@ -1,13 +1,12 @@
 """Measures the compute before a layer and of its experts in forward passes, on the device's clock."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median_high
 
 import torch
 
 from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
+from megatron_fssdp.runtime.clocks.pass_timer import Part
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 _Span = tuple[Moment, Moment]  # begin and end
@@ -25,28 +24,26 @@ class LayerStopwatch:
     _before: list[_Span] = field(default_factory=list)
     _experts: list[_Span] = field(default_factory=list)
     _num_over: int = 0  # iterations with measurements that have ended
-    _begin: Moment | None = None
+    _begin: Moment | None = None  # of the span that runs
 
     def layer_begins(self, device: torch.device) -> None:
         """Mark the start of the compute before the layer, after the host has planned and posted transfers."""
         self._begin = None if in_backward() else now(device.type == "cuda")
 
-    def tokens_ready(self) -> None:
-        """Mark the end of the compute before the layer, which includes the gate."""
-        if self._begin is not None:
-            self._drop_cold()
-            self._before.append((self._begin, now(is_cuda=not isinstance(self._begin, float))))
-            self._begin = None
-
-    @contextmanager
-    def experts(self, num_rows: int, device: torch.device) -> Iterator[None]:
-        """Context manager around the experts' forward pass on ``num_rows`` rows."""
-        begin = now(device.type == "cuda")
-        yield
-        if not in_backward():
-            self._drop_cold()
-            self._experts.append((begin, now(device.type == "cuda")))
-            self.num_rows += num_rows
+    def reach(self, part: Part | None, tensor: torch.Tensor) -> None:
+        """Mark the begin of a part of the pass, with the rows ``[R, M]`` that the experts got or made."""
+        if in_backward() or part == "other":  # Other layers may have computed before this one's own part.
+            return
+        begin, self._begin, moment = self._begin, None, now(tensor.is_cuda)
+        if part == "experts":
+            self._begin = moment
+        elif begin is not None:
+            if self._num_over == 1:  # The cold iteration is dropped.
+                self._num_over, self.num_rows = 2, 0
+                self._before.clear()
+                self._experts.clear()
+            (self._before if part == "dispatch" else self._experts).append((begin, moment))
+            self.num_rows += 0 if part == "dispatch" else len(tensor)
 
     def iteration_ends(self) -> None:
         """Mark the end of an iteration."""
@@ -60,9 +57,3 @@ class LayerStopwatch:
     def experts_s(self) -> float:
         """Total seconds of the experts' forward passes."""
         return sum(seconds_between(*span) for span in self._experts)
-
-    def _drop_cold(self) -> None:
-        if self._num_over == 1:
-            self._num_over, self.num_rows = 2, 0
-            self._before.clear()
-            self._experts.clear()

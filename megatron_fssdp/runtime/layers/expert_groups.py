@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.transfer_lanes import advance_transfers
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 
@@ -56,3 +58,8 @@ class ExpertGroups:
     def num_devices(self) -> int:
         """Number of expert-parallel ranks."""
         return self.topology.num_devices
+
+    def advance_transfers(self, hidden: torch.Tensor | None = None) -> None:
+        """Mark a point of the passes with ``hidden``, the same on all ranks, for devices with one queue."""
+        if self.one_queue and self.transfers is not None:
+            advance_transfers(self.transfers, hidden)

@@ -10,26 +10,13 @@ comes after the sums have left, they are opened again, and leave again before DD
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
+from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.gradient_totals import gradient_to_fill, sum_over_holders
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-
-
-class Passes(Protocol):
-    """The passes of the running iteration."""
-
-    shared: SlotPass | None  # of the iteration, once it is planned
-    own: list[SlotPass]  # of single micro-batches, whose gradients are not home
-
-    def give_back(self, own: SlotPass) -> None:
-        """End the pass of a single micro-batch."""
-
-    def prefetch_before(self) -> None:
-        """Gather the weights of the layer before again, as a backward pass of this layer is complete."""
 
 
 class HomeGradients:
@@ -38,7 +25,7 @@ class HomeGradients:
     ``on_home`` is called when all gradients have reached the owners.
     """
 
-    def __init__(self, local: LocalLayer, passes: Passes, on_home: Callable[[], object]) -> None:
+    def __init__(self, local: LocalLayer, passes: LayerPasses, on_home: Callable[[], object]) -> None:
         self._local, self._passes, self._on_home = local, passes, on_home
         self._resident_sums: Iterator[None] | None = None
         # Owned experts alone have got gradients, of which resident replicas get none.
@@ -115,6 +102,8 @@ class HomeGradients:
             slot_pass.transfers.begin_use(backward=True)
             slot_pass.transfers.await_weights()
             slot_pass.transfers.open_sums()
+        if slot_pass.is_shared and not slot_pass.ends_at_dispatch:
+            self.dispatch_is_over(slot_pass)  # Nothing leaves, and who asks does so after the experts.
 
     def dispatch_is_over(self, slot_pass: SlotPass) -> None:
         """Mark that the dispatch of a pass has run backward."""

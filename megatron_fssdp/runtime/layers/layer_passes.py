@@ -43,7 +43,7 @@ class LayerPasses:
         # In iterations, all passes are ``in_use``, whatever their routing is.
         self.is_settled = False
         self.is_alone = local.context.num_devices == 1
-        self._is_bound, self._may_correct = False, True
+        self._is_bound, self._may_correct, self._lacks_parameters = False, True, True
         self._outside: tuple[LayerContext, SlotPass] | None = None
         self._warm = set[bool]()  # forms of a captured pass, counted or not, whose kernels are loaded
 
@@ -102,27 +102,24 @@ class LayerPasses:
         # Expert-parallel groups with copies of the same experts plan other replicas. If one of them can have
         # some, gradients are late in all of them: all ranks must start their data-parallel reductions in one
         # order. In steps, the gradients of an owned expert arrive in several parts.
-        slot_pass.is_late = (
-            slot_pass.has_gradients
-            or (plan.in_steps and not self.is_alone)
-            or local.strategy.may_replicate(local.context.layer)
-        )
+        has_more = slot_pass.has_gradients or (plan.in_steps and not self.is_alone)
+        slot_pass.is_late = has_more or local.strategy.may_replicate(local.context.layer)
+        slot_pass.ends_at_dispatch = slot_pass.is_late and (has_more or local.context.delays_gradients)
         self.is_settled = slot_pass is self.shared and not (plan.each_micro_batch or plan.corrects)
         self.in_use, self._is_bound = slot_pass, True
         self.on_pass(slot_pass)
 
-    def gather_ahead(self) -> None:
-        """Start to gather the weights of the iteration's replicas for a forward pass."""
-        self._await_parameters()
-        if self.shared is not None and self.shared.transfers is not None and self.shared.plan.gather_ahead:
-            self.shared.transfers.prefetch(backward=False)
+    def gather_ahead(self, *, first_part: bool = False) -> None:
+        """Start to gather the weights of the iteration's replicas for a forward pass.
 
-    def gather_first_part(self) -> None:
-        """Start to gather the part of the weights that runs beside the experts of the layer before."""
-        if self.local.clock.driven:
-            self._await_parameters()
-            if self.shared is not None and self.shared.transfers is not None:
-                self.shared.transfers.gather_first_part()
+        If transfers are split, ``first_part`` runs beside the experts of the layer before.
+        """
+        self._await_parameters()
+        transfers = None if self.shared is None else self.shared.transfers
+        if transfers is not None and first_part:
+            transfers.gather_first_part()
+        elif transfers is not None and transfers.plan.gather_ahead:
+            transfers.prefetch(backward=False)
 
     def prefetch_before(self) -> None:
         """Gather the weights of the layer before again, beside the compute between the layers."""
@@ -134,8 +131,9 @@ class LayerPasses:
     def _await_parameters(self) -> None:
         # Ranks with copies of the same experts gather them together, and their plans differ. So the places of
         # these calls must not depend on a plan.
-        if self.local.groups.transfers is not None:
+        if self._lacks_parameters and self.local.groups.transfers is not None:
             self.local.experts.await_parameters()
+            self._lacks_parameters = False  # They change between iterations only.
 
     def give_back(self, own: SlotPass) -> None:
         """End the pass of a single micro-batch."""
@@ -144,14 +142,14 @@ class LayerPasses:
 
     def begin_anew(self) -> None:
         """Drop the weights and gradients of the iteration's replicas."""
-        self._may_correct = True
+        self._may_correct = self._lacks_parameters = True
         if self.shared is not None and self.shared.transfers is not None:
             self.shared.transfers.drop()
 
     def forget(self) -> None:
         """Forget the plan of the iteration."""
         self.shared, self.is_settled, self._is_bound = None, False, False
-        self.local.planned = None
+        self._planner.planned = None
 
     def _outside_pass(self, routing_map: torch.Tensor | None) -> SlotPass:
         if routing_map is None:

@@ -13,8 +13,8 @@ from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.layer_planning import plan_before_gate
+from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.strategy import Strategy
 
 
@@ -35,7 +35,7 @@ class IterationClock:
 
 @dataclass(eq=False)
 class LocalLayer:
-    """A layer on this rank, to which all of its parts refer. It changes between iterations only."""
+    """A layer on this rank, to which all of its parts refer. But for loads, it changes between iterations."""
 
     context: LayerContext
     groups: ExpertGroups
@@ -46,22 +46,13 @@ class LocalLayer:
     is_first: bool = True  # The model chunk has no MoE layer before this one.
     # Transfers of the running iteration. None if this rank does not keep what reports show.
     journal: list[TransferTimer] | None = None
-    planned: LayerPlan | None = None  # of the running iteration, before the gate
 
     def __post_init__(self) -> None:
         self.strategy.check(self.context)
         self.experts.layout()  # Refuses experts of several shapes.
         context = self.context
         self.history = LoadHistory(self.strategy.window, context.num_devices, context.num_experts)
-
-    @property
-    def lacks_plan(self) -> bool:
-        """Whether the running iteration has loads to plan the layer by, and no plan."""
-        return self.planned is None and not self.history.is_empty
-
-    def plan_before_gate(self) -> LayerPlan:
-        """What the strategy of this rank plans."""
-        return plan_before_gate(self.strategy, self.context, self.history)
+        self.load = LayerLoad.empty(context)  # of the running iteration
 
     @property
     def messages(self) -> MessageRule:

@@ -18,10 +18,10 @@ from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
 from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
-from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
+from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner, SharedPlans
 from megatron_fssdp.runtime.layers.local_layer import IterationClock, LocalLayer
 from megatron_fssdp.runtime.layers.pass_binder import PassBinder
-from megatron_fssdp.runtime.layers.shared_plans import SharedPlans
+from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
@@ -98,8 +98,8 @@ class MoERuntime:
         binder = PassBinder(local, least_slots=least_slots, slot_multiple=slot_multiple)
         passes = LayerPasses(local, planner, binder, None if before is None else before.passes, on_pass)
         gradients = HomeGradients(local, passes, on_home)
-        lifecycle = LayerLifecycle(passes, gradients, measures_spread=self.measure)
-        self.layers.append(SlotLayer(lifecycle, before))
+        counts = SlotCounts(local, measures_spread=self.measure)
+        self.layers.append(SlotLayer(LayerLifecycle(passes, gradients, counts), before))
         return self.layers[-1]
 
     def begin_iteration(self, num_micro_batches: int = 0, iteration: int | None = None) -> None:
@@ -205,7 +205,7 @@ class _SharedCounts:
         groups = layers[0].groups
         self._group = groups.everyone or groups.expert_parallel
         numbers = [layer.counts.to_share(layer.passes.shared) for layer in layers]
-        self._lengths = [0 if own is None else len(own) for own in numbers]
+        self._lengths = [0 if own is None else own.numel() for own in numbers]
         plans, lengths = (hashlib.blake2b(digest_size=8) for _ in _DISAGREEMENTS)
         for layer, length in zip(layers, self._lengths, strict=True):
             if layer.passes.shared is not None:
@@ -214,8 +214,8 @@ class _SharedCounts:
         digests = torch.frombuffer(bytearray(plans.digest() + lengths.digest()), dtype=torch.int32)
         begin = sent_to(digests, layers[0].experts.device)
         self._own = torch.cat([begin, *(own for own in numbers if own is not None)])
-        self._size = num_shared.setdefault(self._group, len(begin))
-        sent = torch.nn.functional.pad(self._own, (0, self._size - len(self._own)))  # or the first of them
+        self._size = num_shared.setdefault(self._group, begin.numel())
+        sent = torch.nn.functional.pad(self._own, (0, self._size - self._own.numel()))  # or the first of them
         self._gathered = start_counts(sent, self._group)
 
     def drop(self) -> None:
@@ -234,15 +234,12 @@ class _SharedCounts:
                     f"ranks {differing} of {len(digest_SN)} than on rank 0 (this is rank "
                     f"{self._group.rank()}), wanted the same on all; {advice}"
                 )
-        if len(rest := self._own[self._size :]):
+        if (rest := self._own[self._size :]).numel():
             rest_SN = start_counts(rest, self._group).wait()[0].numpy()
             numbers_SN = np.concatenate([numbers_SN, rest_SN], axis=1)
-            self._num_shared[self._group] = len(self._own)
+            self._num_shared[self._group] = self._own.numel()
         begin = 2 * len(_DISAGREEMENTS)
         for layer, length in zip(self._layers, self._lengths, strict=True):
             if length:
-                own_SN = numbers_SN[:, begin : begin + length]
-                layer.counts.take(
-                    own_SN, layer.passes.shared, layer.lifecycle.load, layer.local.journal is not None
-                )
+                layer.counts.take(numbers_SN[:, begin : begin + length], layer.passes.shared)
             begin += length

@@ -33,32 +33,31 @@ class PassBinder:
     def __init__(self, local: LocalLayer, *, least_slots: int = 0, slot_multiple: int = 1) -> None:
         self._local = local
         self._num_replica_slots, self._slot_multiple = least_slots, slot_multiple
-        self._last_made: tuple[object, SlotPass] | None = None
+        self._last_made: tuple[SlotPass, object] | None = None  # of an iteration, and what else it is of
         self._shared_slots: dict[bool, ReplicaSlots] = {}  # in a room, or not
         self._spare_slots: list[ReplicaSlots] = []
         self._table: torch.Tensor | None = None
 
-    @torch.inference_mode(False)  # An evaluation may make tensors that training uses later.
     def for_iteration(self, plan: LayerPlan, *, is_kept: bool = True) -> SlotPass:
         """The pass for all micro-batches of an iteration; if it is not kept, what iterations keep stays."""
-        local, digest = self._local, plan.digest()
+        local = self._local
         self._make_room(plan)
         room = self._room_for(plan)
-        width, first, messages = self._num_replica_slots, local.is_first, local.messages
-        key = (digest, width, local.experts, local.groups, first, messages, room)
+        key = self._num_replica_slots, local.experts, local.groups, local.is_first, local.messages, room
         # Plans often stay from one iteration to the next. The table of what is kept changes with the plan.
-        if is_kept and self._last_made is not None and self._last_made[0] == key:
-            return self._last_made[1]
-        made = self._make(plan, digest, None, room, is_kept=is_kept)
+        if is_kept and self._last_made is not None and self._last_made[1] == key:
+            last = self._last_made[0]
+            if last.plan is plan or last.digest == plan.digest():
+                return last
+        made = self._make(plan, None, room, is_kept=is_kept)
         if is_kept:
-            self._last_made = key, made
+            self._last_made = made, key
         return made
 
-    @torch.inference_mode(False)
     def for_micro_batch(self, plan: LayerPlan, counts_DE: np.ndarray) -> SlotPass:
         """The pass for one micro-batch, whose counts are int64 ``[D, E]``."""
         self._make_room(plan)
-        return self._make(plan, plan.digest(), counts_DE, is_shared=False)
+        return self._make(plan, counts_DE, is_shared=False)
 
     def give_back(self, own: SlotPass) -> None:
         """Take back the replica slots of a pass of one micro-batch, and the memory of their contents."""
@@ -66,10 +65,10 @@ class PassBinder:
             own.transfers.drop()
             self._spare_slots.append(own.transfers.slots)
 
+    @torch.inference_mode(False)  # An evaluation may make tensors that training uses later.
     def _make(
         self,
         plan: LayerPlan,
-        digest: bytes,
         counts_DE: np.ndarray | None,
         room: SlotRoom | None = None,
         *,
@@ -90,7 +89,9 @@ class PassBinder:
                 plan, replicas, experts, local.bind, splits=splits, waiting=local.timer.waiting
             )
         parameters_U = [None if expert < 0 else parameters[expert] for expert in expert_U]
-        made = SlotPass(plan, digest, slots, parameters_U, replicas_U, None, transfers, is_shared=is_shared)
+        made = SlotPass(
+            plan, plan.digest(), slots, parameters_U, replicas_U, None, transfers, is_shared=is_shared
+        )
         if not is_shared:
             made.counts_DE = counts_DE
         if made.counts_DE is not None and local.groups.expert_tensor_parallel is None:
@@ -146,7 +147,8 @@ class PassBinder:
         node = self._local.groups.node
         if node is None or plan.is_split or not (plan.rematerialize and len(plan.transfer.table)):
             return None
-        return node.room(self._local.experts.layout(), self._num_replica_slots, self._device)
+        with torch.inference_mode(False):
+            return node.room(self._local.experts.layout(), self._num_replica_slots, self._device)
 
     def _take_slots(self, is_shared: bool, room: SlotRoom | None) -> ReplicaSlots:
         known = self._shared_slots.get(room is not None) if is_shared else None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 
 MOST_ROWS = 32
@@ -23,32 +23,44 @@ int64, they would be twice as much, and no rank has 2^31 tokens in an iteration.
 
 
 class SlotCounts:
-    """The counts of one layer in an iteration.
+    """The counts of one layer in an iteration, which end in ``local.load``.
 
-    ``plain_owner_E``, int64 ``[E]``, are the owners under plain expert parallelism. With ``measures_spread``,
-    it also counts on how many nodes and devices the experts of a token are.
+    With ``measures_spread``, equal on all ranks, it also counts on how many nodes and devices the experts of
+    a token are under the owners with which the layer was built, which are those of plain expert parallelism.
     """
 
-    def __init__(self, topology: Topology, plain_owner_E: np.ndarray, measures_spread: bool) -> None:
-        self._topology, self._plain_owner_E = topology, plain_owner_E
-        self._measures_spread = measures_spread
+    def __init__(self, local: LocalLayer, *, measures_spread: bool) -> None:
+        self._local, self._topology = local, local.context.topology
+        self._plain_owner_E, self._measures_spread = local.context.owner_E, measures_spread
         self._rows_W: list[torch.Tensor] = []  # zeros beyond the passes of the iteration
-        self._num_slots, self._num_passes, self._most_rows, self._is_clear = -1, 0, MOST_ROWS, True
+        self._num_slots, self._num_passes, self._most_rows = -1, 0, MOST_ROWS
+        self.is_clear = True  # No pass is counted.
         self._spread: TokenSpread | None = None
         self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
 
-    def open(
-        self, slot_pass: SlotPass, device: torch.device, *, in_graph: bool = False
-    ) -> torch.Tensor | None:
+    def open(self, slot_pass: SlotPass, routing_map: torch.Tensor) -> torch.Tensor | None:
         """The row of a new pass, int32 ``[W]``, to which it adds its tokens by slot.
 
-        ``None`` for a pass that is not shared: the host knows its counts. If a CUDA graph counts
-        (``in_graph``), all passes have the first row, whose address stays while the number of slots stays.
-        Before such a graph is captured, this must have been called once outside of it.
+        The map of experts, bool ``[T, E]``, is that of the pass. ``None`` if the host knows its counts.
         """
-        self._is_clear = False
-        if in_graph:
-            self._most_rows = 1
+        if (counts_DE := slot_pass.counts_DE) is not None:
+            self._count_on_host(counts_DE, slot_pass)
+        row_W = self._open(slot_pass, routing_map.device)
+        if self._spread is not None:
+            self._spread.add(routing_map)
+        return row_W
+
+    def open_in_graph(self, slot_pass: SlotPass) -> None:
+        """Count a pass in which a CUDA graph counts, or will: all passes of the iteration have one row.
+
+        Its address stays while the number of slots stays. Before such a graph is captured, this must have
+        been called once outside of it.
+        """
+        self._most_rows = 1
+        self._open(slot_pass, self._local.experts.device)
+
+    def _open(self, slot_pass: SlotPass, device: torch.device) -> torch.Tensor | None:
+        self.is_clear = False
         if self._measures_spread and self._spread is None:
             self._spread = TokenSpread(self._plain_owner_E, self._topology, device)
         if not slot_pass.is_shared:
@@ -61,17 +73,12 @@ class SlotCounts:
         self._num_passes += 1
         return self._rows_W[number]
 
-    def add_spread(self, routing_map: torch.Tensor) -> None:
-        """Count on how many places the experts of tokens, bool ``[T, E]``, are; the host does not wait."""
-        if self._spread is not None:
-            self._spread.add(routing_map)
-
     def clear(self) -> None:
         """Drop the counts."""
         numbers = self._rows_W + ([] if self._spread is None else [self._spread.sums])
-        if numbers and not self._is_clear:
+        if numbers and not self.is_clear:
             torch._foreach_zero_(numbers)
-        self._num_passes, self._is_clear = 0, True
+        self._num_passes, self.is_clear = 0, True
 
     def to_share(self, shared: SlotPass | None) -> torch.Tensor | None:
         """What other ranks need of this rank: tokens by slot, of single passes, and their spread; int32.
@@ -82,22 +89,23 @@ class SlotCounts:
         """
         numbers = []
         if self._num_passes and shared is not None and not shared.plan.each_micro_batch:
-            rows_IW = torch.stack(self._rows_W)
-            # The device adds up: for many layers on many ranks, this would take the host long.
-            numbers.append(rows_IW.sum(dim=0, dtype=torch.int32))
-            if (num_rows := min(self._num_passes, self._most_rows)) > 1:
-                numbers.append(rows_IW[:num_rows].view(-1))
+            rows = self._rows_W[: min(self._num_passes, self._most_rows)]
+            if len(rows) > 1:
+                # The device adds up: for many layers on many ranks, this would take the host long.
+                numbers.append(torch.stack(rows).sum(dim=0, dtype=torch.int32))
+            numbers += rows
         if self._spread is not None:
             numbers.append(self._spread.sums.int())
-        return torch.cat(numbers) if numbers else None
+        return torch.cat(numbers) if len(numbers) > 1 else next(iter(numbers), None)
 
-    def take(self, numbers_SN: np.ndarray, shared: SlotPass | None, load: LayerLoad, measure: bool) -> None:
+    def take(self, numbers_SN: np.ndarray, shared: SlotPass | None) -> None:
         """Add the numbers of all ranks, as many as :meth:`to_share` has, to the load of the iteration.
 
-        Part x of device d is row d X + x. ``measure`` also adds device loads and what plain expert
+        Part x of device d is row d X + x. A layer with a journal also gets device loads and what plain expert
         parallelism would have done.
         """
-        num_devices = self._topology.num_devices
+        load, num_devices = self._local.load, self._topology.num_devices
+        measure = self._local.journal is not None
         numbers_DXN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1])
         end = numbers_SN.shape[1] - (0 if self._spread is None else len(self._spread.sums))
         counts_DE = np.zeros_like(load.counts_DE)
@@ -105,9 +113,13 @@ class SlotCounts:
             assert shared is not None
             expert_W = shared.slots.expert_DU.reshape(-1)
             of_experts = partial(_by_expert, expert_W, counts_DE.shape[1], self.num_counting)
-            sums_DXW, *rows_DXW = np.split(numbers_DXN[..., :end], end // shared.num_slots, axis=-1)
+            rows_DXIW = numbers_DXN[..., :end].reshape(*numbers_DXN.shape[:2], -1, shared.num_slots)
+            rows_IDXW = rows_DXIW.transpose(2, 0, 1, 3)
+            sums_DXW = rows_IDXW[0]  # The sum of several rows comes before them.
             counts_DE = of_experts(sums_DXW)
-            load.micro_batches += [partial(of_experts, row_DXW) for row_DXW in rows_DXW or [sums_DXW]]
+            load.micro_batches += [
+                partial(of_experts, row_DXW) for row_DXW in rows_IDXW[len(rows_IDXW) > 1 :]
+            ]
             load.are_sums = self._num_passes > self._most_rows
             load.counts_DE += counts_DE
             if measure:
@@ -120,11 +132,11 @@ class SlotCounts:
             spread_N = numbers_DXN[..., end:].sum(axis=(0, 1), dtype=np.int64) // self.num_counting
             load.add_plain(counts_DE, self._plain_owner_E, spread_N if len(spread_N) else None)
 
-    def count_on_host(self, counts_DE: np.ndarray, own: SlotPass, load: LayerLoad, measure: bool) -> None:
-        """Add a micro-batch whose counts the host knows, int64 ``[D, E]``."""
+    def _count_on_host(self, counts_DE: np.ndarray, own: SlotPass) -> None:
+        load = self._local.load
         load.counts_DE += counts_DE
         load.micro_batches.append(lambda: counts_DE)
-        if measure:
+        if self._local.journal is not None:
             dispatch = own.plan.dispatch(counts_DE, self._topology)
             crossing = round(dispatch.cross_node_tokens)
             load.add_tokens(own.plan.placement, dispatch.whole_tokens_D, crossing)

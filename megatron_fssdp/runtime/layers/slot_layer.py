@@ -23,13 +23,11 @@ Shape letters: T tokens, E experts, R rows that a rank receives, M model dimensi
 W slots of all devices.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
-from megatron_fssdp.collectives.transfer_lanes import advance_transfers
 from megatron_fssdp.runtime.clocks.pass_timer import Part
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
@@ -45,14 +43,12 @@ class SlotLayer:
 
     def __init__(self, lifecycle: LayerLifecycle, before: "SlotLayer | None" = None) -> None:
         self.lifecycle, self.passes, self.gradients = lifecycle, lifecycle.passes, lifecycle.gradients
-        self.local, self.counts = lifecycle.passes.local, lifecycle.counts
+        self.local, self.counts = lifecycle.local, lifecycle.counts
         self.groups, self.clock, self.history = self.local.groups, self.local.clock, self.local.history
-        self.before = before
-        self.following: SlotLayer | None = None
+        self.before, self.following = before, None
         if before is not None:
             before.following = self
         self._is_counted = False  # the running forward pass
-        self._queue = self.groups.transfers if self.groups.one_queue else None
 
     @property
     def context(self) -> LayerContext:
@@ -70,14 +66,11 @@ class SlotLayer:
 
     def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
         """Mark a border between two parts of the layer, if they are measured (:meth:`PassTimer.border`)."""
+        if self.lifecycle.stopwatch is not None:
+            self.lifecycle.stopwatch.reach(forward, tensor)
         if self.local.timer.is_running and self.clock.trains:
-            load = self.lifecycle.load
+            load = self.local.load
             self.local.timer.border((load.forward, load.backward), tensor, forward, backward)
-
-    def advance_transfers(self, hidden: torch.Tensor | None = None) -> None:
-        """Mark a point of the passes with ``hidden``, the same on all ranks, for devices with one queue."""
-        if self._queue is not None:
-            advance_transfers(self._queue, hidden)
 
     def launch(self, hidden: torch.Tensor | None = None) -> None:
         """Plan the iteration, and start SparseAllGather before the compute that comes before the layer.
@@ -101,30 +94,26 @@ class SlotLayer:
         ``None`` if a CUDA graph made it. Evaluations are not counted.
         """
         self._is_counted = training and self.clock.trains and not in_backward()
-        if self.lifecycle.stopwatch is not None:
-            self.lifecycle.stopwatch.tokens_ready()
-        self.advance_transfers()
+        if self.groups.one_queue:
+            self.groups.advance_transfers()
         if not (self.passes.is_settled and self.clock.driven):
             self.passes.choose(routing_map)
-        slot_pass = self.passes.in_use
-        if self._is_counted and (routing_map is None or not slot_pass.is_shared):
-            self.lifecycle.count_without_remap(slot_pass)
-        if slot_pass.transfers is not None and not slot_pass.plan.gather_ahead:
-            slot_pass.transfers.await_weights()
+        if routing_map is None and self._is_counted:
+            self.counts.open_in_graph(self.passes.in_use)
+        if (transfers := self.passes.in_use.transfers) is not None and not transfers.plan.gather_ahead:
+            transfers.await_weights()
 
     def prepare_capture(self, *, training: bool) -> None:
         """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses."""
         self._is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
         self.passes.choose_to_capture(is_counted=self._is_counted)
         if self._is_counted:
-            self.lifecycle.count_without_remap(self.passes.in_use)
+            self.counts.open_in_graph(self.passes.in_use)
 
     def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn routing map and probabilities of experts, ``[T, E]``, into those of slots, ``[T, W]``."""
-        slot_pass, counts_W = self.passes.in_use, None
-        if self._is_counted:
-            counts_W = self.counts.open(slot_pass, routing_map.device)
-            self.counts.add_spread(routing_map)
+        slot_pass = self.passes.in_use
+        counts_W = self.counts.open(slot_pass, routing_map) if self._is_counted else None
         if slot_pass.shares is not None:
             return slot_pass.shares.remap(routing_map, probs, counts_W)
         if counts_W is not None:
@@ -134,48 +123,35 @@ class SlotLayer:
     def enter_dispatch(self, hidden: torch.Tensor) -> torch.Tensor:
         """Mark where the backward pass has the experts' gradients; the pass goes on with the result."""
         slot_pass = self.passes.in_use
-        if slot_pass.is_shared and not slot_pass.is_late:
+        if slot_pass.is_shared and not slot_pass.ends_at_dispatch:
             return hidden
         slot_pass.has_backward = torch.is_grad_enabled()
         return call_in_backward(partial(self.gradients.dispatch_is_over, slot_pass), hidden)
 
     def rows_travel(self) -> None:
         """Gather replicas for this micro-batch alone after the rows, and plan the next layer meanwhile."""
-        slot_pass = self.passes.in_use
-        if slot_pass.transfers is not None and not slot_pass.plan.rematerialize:
-            slot_pass.transfers.gather()
+        if (transfers := self.passes.in_use.transfers) is not None and not transfers.plan.rematerialize:
+            transfers.gather()
         if self.following is not None and self.clock.driven and not in_backward():
             self.following.plan_iteration()
 
-    def await_weights(self, rows: torch.Tensor) -> AbstractContextManager[None]:
+    def await_weights(self, rows: torch.Tensor, *, in_steps: bool = False) -> tuple[Any, ...]:
         """Wait for the replicas' weights, immediately before the experts compute the rows ``[R, M]``.
 
-        The result is a context manager for their forward pass. It measures if the layer has a stopwatch.
+        A dispatcher that computes ``in_steps`` waits itself (FasterMoE §4.2). The result is what it needs for
+        this: the function that waits, and the slots of the replicas.
         """
-        transfers, stopwatch = self.passes.in_use.transfers, self.lifecycle.stopwatch
-        if self.following is not None and self.local.strategy.splits and not in_backward():
-            self.following.passes.gather_first_part()
-        if transfers is not None:
+        slot_pass, following = self.passes.in_use, self.following
+        if (transfers := slot_pass.transfers) is not None:
             transfers.begin_use(backward=False)
+            if in_steps:
+                return transfers.await_weights, slot_pass.replicas_U
+        if following is not None and self.local.strategy.splits and self.clock.driven and not in_backward():
+            following.passes.gather_ahead(first_part=True)
+        if transfers is not None:
             transfers.await_weights()
         self.mark(rows, "experts", "dispatch")
-        return nullcontext() if stopwatch is None else stopwatch.experts(rows.shape[0], rows.device)
-
-    def compute_in_steps(
-        self, rows: torch.Tensor, probs: torch.Tensor, experts: object, run: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
-        """Dispatch, compute and combine in the steps of the smart schedule (FasterMoE §4.2).
-
-        Rows ``[A, M]`` and their probabilities ``[A]`` are in the order of sending, as the results are.
-        ``run`` is the dispatcher's method for the steps, ``experts`` the forward pass of the slots' experts.
-        """
-        transfers = self.passes.in_use.transfers
-        if transfers is None:
-            with self.await_weights(rows):
-                return self.leave_experts(run(rows, probs, experts))
-        transfers.begin_use(backward=False)
-        late = {"await_weights": transfers.await_weights, "in_transfer": self.passes.in_use.replicas_U}
-        return self.leave_experts(run(rows, probs, experts, **late))
+        return ()
 
     def leave_experts(self, rows: torch.Tensor) -> torch.Tensor:
         """Mark where the experts' backward pass begins, at their results; the pass goes on with them."""
@@ -184,7 +160,8 @@ class SlotLayer:
         if slot_pass.is_late or settled is not None:
             rows = call_in_backward(partial(self.gradients.experts_begin_backward, slot_pass, settled), rows)
         self.mark(rows, "combine", "experts")
-        self.advance_transfers(rows)
+        if self.groups.one_queue:
+            self.groups.advance_transfers(rows)
         if slot_pass.transfers is not None:
             slot_pass.transfers.end_use()
         if not slot_pass.is_shared and not slot_pass.has_backward:

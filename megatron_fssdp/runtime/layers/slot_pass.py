@@ -29,6 +29,7 @@ class SlotPass:
     shares: Shares | None
     transfers: ReplicaTransfers | None  # None without replicas, or with resident ones
     is_late: bool = False  # Gradients of owned experts can be incomplete after their backward pass.
+    ends_at_dispatch: bool = False  # They leave, or are computed, after the backward pass of the dispatch.
     is_shared: bool = True  # All passes of an iteration use it. Otherwise it belongs to one micro-batch.
     counts_DE: np.ndarray | None = None  # of this micro-batch, int64
     splits: KnownSplits | None = None  # of this micro-batch

@@ -10,9 +10,8 @@ import torch
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.diagnosis import devices, examination
-from megatron_fssdp.megatron_adapter.diagnosis.devices import check_folder, look_at_gpus
+from megatron_fssdp.megatron_adapter.diagnosis.devices import Finding, check_folder, look_at_gpus
 from megatron_fssdp.megatron_adapter.diagnosis.examination import InstalledPackage, examine_machine, look_for
-from megatron_fssdp.megatron_adapter.diagnosis.finding import Finding
 from megatron_fssdp.megatron_adapter.support import capabilities
 from tests.megatron_adapter.diagnosis.machine_examples import pose
 

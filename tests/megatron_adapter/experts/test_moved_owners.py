@@ -204,11 +204,11 @@ def _try_what_is_refused(model: list[Any], optimizer: Any) -> None:
 
     def refused(what: str, error: type[Exception] = ConfigurationError, new: OwnerMap = maps[0]) -> None:
         with pytest.raises(error, match=what):
-            resharding.execute(even, new)
+            slots.move_to(new)
 
     alone = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
     with pytest.raises(ConfigurationError, match="wanted every element on one rank"):
-        replace(resharding, expert_data_parallel=alone).execute(even, maps[0])
+        replace(resharding, expert_data_parallel=alone)
 
     exp_avg, kind = state["exp_avg"], type(member)
     # Where a value is changed, its name, the odd rank's value, and the message.
@@ -230,4 +230,4 @@ def _try_what_is_refused(model: list[Any], optimizer: Any) -> None:
         member.__class__ = kind
         refused("not the same on all", RuntimeError, maps[rank == odd_rank])
     refused("wanted 2 devices with 8 slots each", ValueError, OwnerMap.even(2, 8, 4))
-    assert resharding.execute(even, even) is None
+    assert slots.move_to(even) is None

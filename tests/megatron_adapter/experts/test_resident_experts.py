@@ -119,7 +119,7 @@ def compare_in_training(*, counts_in_groups: bool) -> None:
     from megatron.core import optimizer, parallel_state
 
     from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-    from megatron_fssdp.megatron_adapter.iterations.start_report import account_memory
+    from megatron_fssdp.megatron_adapter.iterations.training_reports import account_memory
 
     cheap_links()
     if counts_in_groups:

@@ -34,7 +34,7 @@ def other_routing() -> None:
         args.moe_router_topk = 2 + int(os.environ["RANK"])
         stock(requested)
 
-    wrap(registration, "_attach", attach)
+    wrap(registration, "use", attach)
 
 
 @pytest.mark.parametrize(

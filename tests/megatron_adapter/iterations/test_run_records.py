@@ -1,5 +1,6 @@
 """A run is recorded completely: all devices, layers and stages, in its files and on Megatron's boards."""
 
+import os
 import sys
 import types
 from dataclasses import asdict, replace
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fssdp.megatron_adapter.support.host_cores import usable_cores
 from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
 from megatron_fssdp.records.metrics import IterationMetrics, RunSession, read_evaluations, read_metrics
 from megatron_fssdp.records.placements import read_placements
@@ -42,7 +42,7 @@ def test_all_devices_and_layers_are_recorded(
     layers = [layer for entry in metrics for layer in entry.layers]
     num_stages, batch = (2, 16) if layout == STAGES else (1, 8)
     assert [entry.iteration for entry in metrics] == [1, 2, 3]
-    session = RunSession("fssdp", 3, 4, usable_cores(), devices=4, precision="fp32")
+    session = RunSession("fssdp", 3, 4, len(os.sched_getaffinity(0)), devices=4, precision="fp32")
     assert [entry.session for entry in metrics] == [session, None, None]
     assert [entry.lm_loss for entry in metrics] == pytest.approx(run.losses, rel=1e-6)
     assert relative_difference(tuple(entry.grad_norm or 0 for entry in metrics), run.grad_norms) <= 1e-6

@@ -86,7 +86,7 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: P
 def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import num_microbatches_calculator
 
-    from megatron_fssdp.megatron_adapter.iterations.start_report import _most_micro_batches
+    from megatron_fssdp.megatron_adapter.iterations.training_reports import _most_micro_batches
 
     args: Any = SimpleNamespace(micro_batch_size=2, data_parallel_size=4, step_batch_size_schedule=None)
     assert _most_micro_batches(args, 3) == 3  # by what a schedule announces, where Megatron counts nothing
@@ -104,7 +104,7 @@ def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.Monk
 
 def at_end(do: Callable[[Any, Any], None]) -> None:
     from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-    from megatron_fssdp.megatron_adapter.iterations.start_report import account_memory
+    from megatron_fssdp.megatron_adapter.iterations.training_reports import account_memory
 
     def end_and_do(end: Any, driver: Any) -> Any:
         do(driver, account_memory(driver._session, driver._host, driver.held))

@@ -44,7 +44,7 @@ def _check_models(rank: int, world_size: int) -> None:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
 
     from megatron_fssdp.megatron_adapter.layer import bert_layers
-    from megatron_fssdp.megatron_adapter.layer.joined_model import join
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import join
 
     dense = model_of(stock, None)
     bert_layers.install()
@@ -106,7 +106,7 @@ def test_specs_differ_only_in_the_layers_with_experts() -> None:
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="has Transformer Engine")
 def test_a_missing_transformer_engine_is_named() -> None:
-    from megatron_fssdp.megatron_adapter.layer.bert_layers import stock_spec
+    from megatron_fssdp.pretraining.pretrain_bert import stock_spec
 
     with pytest.raises(ConfigurationError, match="--transformer-impl local"):
         stock_spec(use_transformer_engine=True)

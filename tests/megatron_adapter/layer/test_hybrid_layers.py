@@ -39,7 +39,7 @@ def _compare(rank: int, world_size: int) -> tuple[float, list[int]]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megatron_fssdp.megatron_adapter.layer.joined_model import join
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import join
 
     hybrid_stack_spec.submodules.moe_layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
     config, groups = CONFIG(world_size), ProcessGroupCollection.use_mpu_process_groups()
@@ -68,7 +68,7 @@ def _numbers_of_later_layers(rank: int, world_size: int) -> tuple[list[int], lis
     from megatron.core.models.gpt import moe_module_specs
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-    from megatron_fssdp.megatron_adapter.layer.joined_model import join
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import join
 
     config = CONFIG(world_size)
     build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)

@@ -20,7 +20,7 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import (
     nccl_options,
 )
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.layers import slot_layer
+from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.testing import run_ranks
 from tests.support.training_preload import TRAINING_PRELOAD
 
@@ -75,17 +75,19 @@ def test_process_groups_of_transfers_have_megatrons_timeout(text_data: Path) -> 
 def node_devices(rank: int, world_size: int) -> list[object]:
     """The devices and ranks of this rank's node, and what refuses nodes of one rank."""
     topology = Topology((0, 0, 1))
-    made = create_node_slots(dist.group.WORLD, topology, None)
+    made = create_node_slots(dist.group.WORLD, topology)
     with pytest.raises(ConfigurationError) as caught:
-        create_node_slots(dist.group.WORLD, Topology((0, 1, 2)), None)
+        create_node_slots(dist.group.WORLD, Topology((0, 1, 2)))
     if made is None:
         return [str(caught.value)]
-    return [made.devices, dist.get_process_group_ranks(made.group), made.timeout.total_seconds()]
+    of_all: Any = dist.group.WORLD
+    wanted = of_all._get_backend(torch.device("cpu")).options._timeout
+    return [made.devices, dist.get_process_group_ranks(made.group), made.timeout == wanted]
 
 
 def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused() -> None:
     first, second, (message,) = run_ranks(node_devices, 3, preload=TRAINING_PRELOAD)
-    assert first == second == [(0, 1), [0, 1], dist.default_pg_timeout.total_seconds()]
+    assert first == second == [(0, 1), [0, 1], True]
     assert message.startswith("FSSDP_PEER_PUTS:")
 
 
@@ -104,7 +106,7 @@ def create_bound(rank: int, world_size: int) -> tuple[list[object], bool, list[i
     device = dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
     ranks: list[int] = []
     if rank == 0:
-        group = create_transfer_group(own, None, DEFAULT_OPTIONS)
+        group = create_transfer_group(own, DEFAULT_OPTIONS)
         ranks = dist.get_process_group_ranks(group)
     return seen, dist.group.WORLD.bound_device_id == device, ranks
 
@@ -142,9 +144,9 @@ def test_a_layer_begins_with_its_gather_and_parts_of_attention_are_points_if_the
     group, order = object(), []
     lane = SimpleNamespace(advance=lambda: order.append("point"))
     monkeypatch.setattr(transfer_lanes, "_stream_lanes", {group: {"weights": lane}})
-    slots: Any = SimpleNamespace(groups=SimpleNamespace(one_queue=one_queue), mark=lambda *_: None)
-    slots.lifecycle, slots._queue = SimpleNamespace(begin_chunk=lambda *, is_first: None), group
-    slots.advance_transfers = partial(slot_layer.SlotLayer.advance_transfers, slots)
+    groups: Any = SimpleNamespace(one_queue=one_queue, transfers=group)
+    groups.advance_transfers = partial(ExpertGroups.advance_transfers, groups)
+    slots: Any = SimpleNamespace(groups=groups, local=SimpleNamespace(), mark=lambda *_: None)
     slots.launch = lambda hidden: order.append("gather")
     moe: Any = SimpleNamespace(slot_layer=slots)
     layer, points = FakeLayer(), ["point"] * (2 if one_queue else 0)

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_fssdp.megatron_adapter.support.broken_packages import broken_package
+from megatron_fssdp.megatron_adapter.support.capabilities import broken_package
 
 from ...support.python_process import ROOT, run_python
 

@@ -16,8 +16,13 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.megatron_adapter.entry import argument_check
-from megatron_fssdp.megatron_adapter.support.known_options import ALLOWED, check_known, known_options
-from megatron_fssdp.megatron_adapter.support.megatron_settings import OPTIONAL, attributes
+from megatron_fssdp.megatron_adapter.support.megatron_settings import (
+    ALLOWED,
+    OPTIONAL,
+    attributes,
+    check_known,
+    known_options,
+)
 from tests.support.python_process import ROOT, python_output
 
 NAMES = "from tests.megatron_adapter.support.test_known_options import names; print('NAMES', names())"

@@ -56,7 +56,6 @@ TABLE = """
     fssdp | expert_tensor_parallel_num_weight_shards=2 | gtp
     fssdp | expert_gtp_weight_remat_size=2 | gtp
     fssdp | {DIVIDED} expert_tensor_parallel_size=1 add_bias_linear=true | biases_of_sequences
-    fssdp | expert_tensor_parallel_size=2 add_bias_linear=true | biases_in_parts
     fssdp | fp8_param_gather=true | quantized_parameters
     fssdp | fp8=hybrid fp8_recipe=delayed | kept_scales
     fssdp | fp4=e2m1 | quantized_single

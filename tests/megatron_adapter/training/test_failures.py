@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fssdp.megatron_adapter.training.stopped_training import how_to_go_on
+from megatron_fssdp.megatron_adapter.training.training_hooks import how_to_go_on
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.testing.ranks import RankError
 
@@ -183,7 +183,7 @@ def die_after(owner: str | type, name: str) -> None:
 
 CARGO = "megatron_fssdp.collectives.sparse.transfer_cargo"
 LAYER = "megatron_fssdp.megatron_adapter.layer.moe_layer:StrategyMoELayer"
-WRITTEN = "megatron_fssdp.megatron_adapter.experts.slot_quantities:PartedQuantity"
+WRITTEN = "megatron_fssdp.collectives.sparse.slot_exchange:SlotQuantity"
 TRAINING = "{EP2} --train-iters 4 --save-interval 2 --no-save-rng --no-load-rng"
 # When a rank has sent a piece of an expert or of a gradient, between gate and dispatch, and in a re-shard.
 KILLED = {

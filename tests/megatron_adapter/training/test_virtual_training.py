@@ -184,7 +184,7 @@ def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data: Path) -
         ours = {place for place in run.host_syncs if "runtime/" in place and "[megatron/" not in place}
         waits = Counter({place: run.host_syncs[place] for place in ours})
         assert sorted(waits.values()) == [1, 1, 2], waits
-        assert all("moe_runtime.py" in place or "shared_plans.py" in place for place in waits), waits
+        assert all("moe_runtime.py" in place or "layer_planner.py" in place for place in waits), waits
         # Megatron's dispatcher waits once for each of 2 layers in each of 2 iterations.
         waits = Counter({place: n for place, n in run.host_syncs.items() if "token_dispatcher.py" in place})
         assert waits.total() == 2 * 2, waits

@@ -13,11 +13,13 @@ def measured(watch: LayerStopwatch, clock: Clock, before_s: float, experts_s: fl
     """One forward pass, with other work after both measured parts."""
     watch.layer_begins(CPU)
     clock.passes(before_s)
-    watch.tokens_ready()
-    clock.passes(16)  # dispatch
-    with watch.experts(num_rows, CPU):
-        clock.passes(experts_s)
+    watch.reach("dispatch", torch.empty(2, 2))
+    clock.passes(16)
+    watch.reach("experts", torch.empty(num_rows, 2))
+    clock.passes(experts_s)
+    watch.reach("combine", torch.empty(num_rows, 2))
     clock.passes(32)
+    watch.reach(None, torch.empty(2, 2))
 
 
 def test_non_expert_time_is_a_median_and_expert_time_is_a_sum(clock: Clock) -> None:
@@ -50,10 +52,12 @@ def test_a_recomputed_pass_is_not_counted(use_reentrant: bool, clock: Clock) -> 
         watch.layer_begins(CPU)
         y = x.sin()
         clock.passes(0.5 if len(passes) == 1 else 8.0)
-        watch.tokens_ready()
-        with watch.experts(7, CPU):
-            clock.passes(0.25 if len(passes) == 1 else 8.0)
-            return y.cos()
+        watch.reach("dispatch", y)
+        watch.reach("experts", torch.empty(7, 2))
+        clock.passes(0.25 if len(passes) == 1 else 8.0)
+        y = y.cos()
+        watch.reach("combine", torch.empty(7, 2))
+        return y
 
     x = torch.ones(3, requires_grad=True)
     checkpoint(forward, x, use_reentrant=use_reentrant).sum().backward()

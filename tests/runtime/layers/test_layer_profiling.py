@@ -38,8 +38,8 @@ def profile(
     strategy, topology = DrawnPlacements(LayerCase("profiled")), Topology.uniform(world_size, 1)
     layers = [one_layer(strategy, NUM_EXPERTS, topology, rank, SHAPE)[1] for _ in BEFORE_S[rank]]
     for layer, before_s in zip(layers, BEFORE_S[rank], strict=True):
-        layer.lifecycle.measure_costs(
-            watch(before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers))
+        layer.lifecycle.stopwatch = watch(
+            before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers)
         )
     layer_profiling.profile_layers(
         layers,

@@ -12,6 +12,7 @@ from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
@@ -55,6 +56,23 @@ def plans_last_an_iteration(rank: int, world_size: int) -> None:
 
 def test_a_plan_lasts_an_iteration() -> None:
     run_layer_ranks(plans_last_an_iteration, 2)
+
+
+def costs_leave_out_the_cold_iteration(rank: int, world_size: int) -> None:
+    run, watch, num_measured = CaseRun(CASE), LayerStopwatch(), []
+    run.layers[0].slots.lifecycle.stopwatch = watch
+    for _ in range(3):
+        run.runtime.begin_iteration(1)
+        run.forward(run.draw())[0].sum().backward()
+        run.runtime.finish_gradients()
+        run.runtime.end_passes()
+        run.runtime.end_iteration()
+        num_measured.append(len(watch._experts))
+    assert num_measured == [1, 1, 2]
+
+
+def test_costs_leave_out_the_cold_iteration() -> None:
+    run_layer_ranks(costs_leave_out_the_cold_iteration, 2)
 
 
 def evaluations_correct_nothing(rank: int, world_size: int) -> None:
@@ -165,7 +183,7 @@ def counts_arrive(rank: int, world_size: int) -> None:
     run.forward(batch)[0].sum().backward()
     run.runtime.finish_gradients()
     run.runtime.end_passes()
-    assert not any(layer.slots.lifecycle.load.counts_DE.any() for layer in run.layers)
+    assert not any(layer.slots.local.load.counts_DE.any() for layer in run.layers)
     loads = run.runtime.end_iteration()
     for load, routing_map in zip(loads, batch.map_L, strict=True):
         assert load.counts_DE.sum(axis=0).tolist() == routing_map.sum(0).tolist()

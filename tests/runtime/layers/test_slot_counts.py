@@ -105,7 +105,8 @@ def run_unequally(rank: int, world_size: int, num_before: int) -> str:
     run.forward(run.draw())[0].sum().backward()
     slots = run.layers[1].slots
     if rank == 1:
-        slots.counts.open(slots.passes.shared, slots.experts.device)
+        no_tokens = torch.zeros((0, slots.context.num_experts), dtype=torch.bool)
+        slots.counts.open(slots.passes.shared, no_tokens)
     run.runtime.finish_gradients()
     run.runtime.end_passes()
     with pytest.raises(RuntimeError) as error:

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron_fssdp.megatron_adapter.support.dataset_helpers import compilation_if_needed
+from megatron_fssdp.megatron_adapter.support.megatron_repairs import compilation_if_needed
 
 NAME = "megatron.core.datasets.helpers_cpp"
 

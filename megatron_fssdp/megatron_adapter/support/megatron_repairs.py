@@ -1,4 +1,4 @@
-"""Repairs Megatron's distributed optimizer so that it can resume from its own checkpoints.
+"""Repairs Megatron: its distributed optimizer can resume from its own checkpoints, and helpers are found.
 
 **Padded buckets.** The fully reshardable format of megatron-core 0.19 stores wrong numbers if a buffer has
 several buckets and a bucket other than the last one is padded. Megatron removes the padding from the state,
@@ -21,7 +21,12 @@ parameter; theirs keep one number for each parameter group. In megatron-core 0.1
 The last two repairs change nothing for other optimizers.
 """
 
-from contextlib import ExitStack
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import Any
 
@@ -32,9 +37,11 @@ from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 @cache  # once in a process
 def install() -> None:
-    """Repair the distributed optimizer."""
+    """Repair Megatron, after the CPU runtime."""
+    from megatron.core.datasets import utils
     from megatron.core.optimizer import distrib_optimizer
 
+    utils.compile_helpers = compilation_if_needed(utils.compile_helpers)
     distributed = distrib_optimizer.DistributedOptimizer
     wrap(distributed, "sharded_param_state_fully_reshardable", _state_by_right_offsets)
     if not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True):
@@ -65,7 +72,11 @@ def _offsets_without_padding(buffer: Any) -> dict[torch.nn.Parameter, tuple[int,
 
 def _state_dict_with_a_step(state_dict: Any, self: Any) -> Any:
     if _is_repaired(self) and not self.optimizer.state:
-        _start_empty_state(self.optimizer)
+        self.init_state_fn(self.optimizer, self.config)
+        for parameter, state in self.optimizer.state.items():
+            # With these states, Adam's first step begins, so nothing else changes.
+            device = parameter.device if self.config.optimizer_cuda_graph else "cpu"
+            state["step"] = torch.zeros((), device=device)
     return state_dict(self)
 
 
@@ -89,13 +100,23 @@ def _is_repaired(optimizer: Any) -> bool:
     return isinstance(optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _start_empty_state(adam: torch.optim.Optimizer) -> None:
-    # With these states, Adam's first step begins, so nothing else changes.
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            device = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
-            adam.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+def compilation_if_needed(original: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that does nothing if there are compiled helpers; otherwise the original.
+
+    Every training asks rank 0 to run ``make``. The megatron-core wheel has the helpers, but no Makefile. A
+    checkout has only a Makefile, which needs pybind11 and a compiler; the wheel's helpers work with it, too.
+    """
+    name = "megatron.core.datasets.helpers_cpp"
+    with suppress(ImportError):
+        importlib.import_module(name)
+        return lambda: None
+    with suppress(ImportError):  # not installed, or compiled for another Python
+        for file in importlib.metadata.files("megatron-core") or ():
+            if file.name.startswith("helpers_cpp.") and file.suffix == ".so":
+                spec = importlib.util.spec_from_file_location(name, str(file.locate()))
+                assert spec and spec.loader  # noqa: PT018  a file has both
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                sys.modules[name] = module
+                return lambda: None
+    return original

@@ -8,8 +8,8 @@ import torch
 
 from megatron_fssdp.config.errors import ConfigurationError
 
-from ..experts.test_moved_owners import halves
 from ..training_run import assert_close, before_iterations, note, train
+from .test_moved_owners import halves
 
 MOVING = "fssdp reshard_interval=2 slots=2 overlap_degree=4"
 

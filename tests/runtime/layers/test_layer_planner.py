@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.runtime.layers.shared_plans import SharedPlans
+from megatron_fssdp.runtime.layers.layer_planner import SharedPlans
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 from ..case_run import CaseRun

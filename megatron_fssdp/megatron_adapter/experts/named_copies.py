@@ -83,15 +83,12 @@ def _restored(export: Any, *args: Any, **kwargs: Any) -> Any:
 
 def keep_names(experts: Any, slots: ExpertSlots) -> None:
     """Let copies of a layer's experts by name mean the experts that are there, or refuse them."""
-
-    def before_state_dict(module: Any, prefix: str, *_: Any) -> None:
-        refuse_moved(slots, f"state_dict of {prefix.rstrip('.')}")
-
-    def before_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-        refuse_moved(slots, f"load_state_dict of {prefix.rstrip('.')}")
-
-    experts.register_state_dict_pre_hook(before_state_dict)
-    experts.register_load_state_dict_pre_hook(before_load)
+    experts.register_state_dict_pre_hook(
+        lambda _, prefix, *__: refuse_moved(slots, f"state_dict of {prefix.rstrip('.')}")
+    )
+    experts.register_load_state_dict_pre_hook(
+        lambda _, state, prefix, *__: refuse_moved(slots, f"load_state_dict of {prefix.rstrip('.')}")
+    )
     experts.sharded_state_dict = partial(_state_at_home, experts, slots)
 
 
