@@ -54,6 +54,8 @@ class SlotDispatchers:
     def check_unchanged(self) -> None:
         """Refuse, by a ConfigurationError, methods of one token dispatcher alone."""
         for dispatcher in (self._built, *self._made.values()):
+            if isinstance(dispatcher, ParmDispatcher):  # Its methods are those of the selected schedule.
+                continue
             refuse_own_methods(dispatcher, vars(dispatcher), "token dispatcher")
 
     def _selector_of(self) -> ScheduleSelector | None:

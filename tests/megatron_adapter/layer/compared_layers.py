@@ -145,7 +145,8 @@ def _layer(row: Row, is_split: bool, *, is_stock: bool = False) -> Any:
         torch.nn.init.normal_(parameter, std=0.2)
         if row.fuses:
             parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
-            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+            parameter.accumulation = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            parameter.accumulation.register_hook(lambda *_, one=parameter: _add_to_main_grad(one))
     return layer
 
 
