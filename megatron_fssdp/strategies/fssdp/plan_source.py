@@ -36,6 +36,9 @@ WINDOW = 5
 LEAST_GAIN = 0.02
 """Part of the seconds that another source must save: the price knows little of waits between ranks."""
 
+MOST_WAITING = 0.1
+"""Part of the seconds that ``first`` may wait while few iterations are compared: a jump costs far more."""
+
 ALIKE = 0.9
 """Similarity of counts to the forecast from which on no source can save much."""
 
@@ -82,11 +85,19 @@ class SourceChoice:
                 saved_S = sum(one_S for _, one_S in self._saved) - least_s * np.array([0, 1, 1])
                 saved_S[self._chosen] += least_s / 2  # So layers do not change to and fro.
                 self._chosen = int(np.argmax(saved_S))
+        if self._chosen == 0 and len(self._saved) < WINDOW and not history.repeats and slots("first"):
+            past_s = plan_price(past, history.forecast_DE(), context).seconds
+            return "first" if _wait_s(context) <= MOST_WAITING * past_s else "past"
         return SOURCES[self._chosen]
 
 
 def _same_owners(plan: LayerPlan, context: LayerContext) -> bool:
     return np.array_equal(plan.placement.owner_E, context.owner_E)
+
+
+def _wait_s(context: LayerContext) -> float:
+    """Seconds in which a plan from exact counts keeps the ranks waiting."""
+    return counting_s(context) + search_s(context)
 
 
 def _saved_s(
@@ -103,8 +114,7 @@ def _saved_s(
     """
     past, times, forecast_E = known.plan, context.costs.num_micro_batches, known.forecast_DE.sum(axis=0)
     counts = history.iterations_like(MOST_PRICED)
-    wait_s = counting_s(context) + search_s(context)
-    saved_S = np.array([0.0, -wait_s, -times * wait_s])
+    saved_S = np.array([0.0, -1, -times]) * _wait_s(context)
     alike = (load_similarity(counts_DE.sum(axis=0), forecast_E) for counts_DE in counts)
     if all(similarity is None or similarity >= ALIKE for similarity in alike):
         return before_s or even_s(context, counts[0]), saved_S

@@ -41,7 +41,8 @@ def plans_of(
 def test_loads_that_stay_are_planned_from_the_past() -> None:
     plans = plans_of([[hot_counts_DE(3)] * 4] * 8)
     assert plans[0].corrects, "nothing is known yet"
-    assert not any(plan.corrects or plan.each_micro_batch for plan in plans[1:])
+    assert not any(plan.each_micro_batch for plan in plans)
+    assert not any(plan.corrects for plan in plans[5:]), "five iterations were compared"
     assert plans[-1].placement.num_replicas
 
 
@@ -52,6 +53,16 @@ def test_loads_that_jump_between_iterations_are_corrected() -> None:
     assert plans[-1].placement.num_replicas, "what the past plans is gathered beside attention"
     calm = plans_of([[hot_counts_DE(expert)] * 4 for expert in [*hot, *[1] * 8]])
     assert not calm[-1].corrects
+
+
+def test_until_iterations_are_compared_a_first_jump_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    drifting = [[hot_counts_DE(3) + rng.integers(0, 2, (DEVICES, EXPERTS))] * 4 for _ in range(9)]
+    plans = plans_of(drifting)
+    assert all(plan.corrects for plan in plans[:5])
+    assert not any(plan.corrects for plan in plans[-2:])
+    monkeypatch.setattr("megatron_fssdp.strategies.fssdp.plan_source.search_s", lambda context: 10.0)
+    assert [plan.corrects for plan in plans_of(drifting)] == [True, *[False] * 8], "it would wait too long"
 
 
 def test_loads_that_jump_between_micro_batches_are_planned_one_by_one() -> None:
