@@ -175,14 +175,8 @@ def namespaces_in_use() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "by",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_leaves_no_processes_or_networks(by: signal.Signals, tmp_path: Path) -> None:
     refusal = processes.namespaces_refusal()
     if refusal is not None:
