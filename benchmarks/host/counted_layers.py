@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
+from megatron_fssdp.strategies.fssdp import fssdp_strategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 
-RANKS, NUM_ITERATIONS = 4, 4
+RANKS, NUM_ITERATIONS, UNCOUNTED = 4, 9, 6
 SIZE = StackSize(2, 16, 2, 8, 16, 32)
 MEGATRON = "Megatron's dispatcher"
 PROFILE = replace(CHEAP_TO_MOVE, memory_capacity=4)
@@ -84,7 +86,7 @@ def count_on_rank(rank: int, world_size: int, cases: Sequence[Case]) -> dict[str
 def _count_case(
     case: Case, groups: ExpertGroups, device: VirtualDevice, counts_IE: np.ndarray
 ) -> CountedPasses:
-    """Run some iterations of a stack of layers, and count all passes after the first iteration."""
+    """Run some iterations of a stack of layers, and count all passes after the first iterations."""
     owned = np.flatnonzero(even_owners(SIZE.num_experts, groups.num_devices) == groups.device).tolist()
     parameters = [
         {e: [torch.nn.Parameter(one.detach().cuda()) for one in tensors] for e, tensors in of_layer.items()}
@@ -98,7 +100,7 @@ def _count_case(
         if strategy.selects:
             strategy.resume(dict.fromkeys(range(1, SIZE.num_layers + 1), "fssdp"))
         if case.shares is not None:
-            strategy._policy = lambda *_: case.shares
+            fssdp_strategy.with_cheaper_shares = partial(_with_shares, case.shares)
         _mark_plans(strategy, device)
         groups = replace(groups, transfers=groups.transfers if strategy.overlaps else None)
         base, arguments = SlotStack, {"strategy": strategy, "profile": PROFILE}
@@ -136,11 +138,16 @@ def _count_case(
             tuple(LayerInput(one.routing_map.cuda(), one.probs.cuda()) for one in drawn.layers),
             drawn.gradient.cuda(),
         )
-        if iteration == 1:  # In the first iteration, ranks connect to each other, for which the host waits.
+        # Ranks connect to each other at first, for which the host waits, and fssdp corrects its first plans.
+        if iteration == UNCOUNTED:
             stack.passes = CountedPasses()
         stack.recomputes = iteration == NUM_ITERATIONS - 1
         stack.run(IterationInput((inputs,)))
     return stack.passes
+
+
+def _with_shares(shares: DispatchPolicy, plan: LayerPlan, *_: Any) -> LayerPlan:
+    return replace(plan, dispatch_policy=shares)
 
 
 def _mark_plans(strategy: Strategy, device: VirtualDevice) -> None:
