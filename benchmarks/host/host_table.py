@@ -61,7 +61,7 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
     found = []
     for counts_DE in counts_IDE[HISTORY_ITERATIONS:]:
         if strategy.selects:
-            strategy.select([1], strategy.price([context], [history]), None)
+            strategy.select([1], strategy.price([context], [history]))
         times = [time.process_time()]
         plan = strategy.before_gate(context, history)
         times.append(time.process_time())

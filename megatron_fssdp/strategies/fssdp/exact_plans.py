@@ -31,13 +31,13 @@ def counting_s(context: LayerContext) -> float:
 
 
 def search_s(context: LayerContext) -> float:
-    """Seconds of a search for a layer of this size on the host."""
+    """Seconds in which the host plans a layer of this size by exact counts."""
     return _search_s(context.num_experts, context.num_devices)
 
 
 @lru_cache
 def _search_s(num_experts: int, num_devices: int) -> float:
-    return MEASURED.of_layer("fssdp", num_experts, num_devices).before_gate_s
+    return MEASURED.of_layer("fssdp", num_experts, num_devices).after_gate_s
 
 
 def even_s(context: LayerContext, counts_DE: np.ndarray) -> float:

@@ -55,6 +55,18 @@ def test_loads_that_jump_between_iterations_are_corrected() -> None:
     assert not calm[-1].corrects
 
 
+def test_replicas_that_hide_are_kept_where_exact_counts_of_each_iteration_save_as_much() -> None:
+    """With one micro-batch, correcting the plan and planning each one differ only where loads stay."""
+    one = dataclasses.replace(
+        QUICK_LINKS, profile=dataclasses.replace(QUICK_LINKS.costs, num_micro_batches=1)
+    )
+    rng, iterations = np.random.default_rng(0), []
+    for _ in range(4):
+        load_E = rng.lognormal(sigma=1.5, size=EXPERTS)
+        iterations += [[rng.multinomial(1000, load_E / load_E.sum(), size=DEVICES)]] * 3
+    assert all(plan.corrects for plan in plans_of(iterations, one))
+
+
 def test_until_iterations_are_compared_a_first_jump_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     drifting = [[hot_counts_DE(3) + rng.integers(0, 2, (DEVICES, EXPERTS))] * 4 for _ in range(9)]
