@@ -154,7 +154,7 @@ class Layers:
             runtime.end_iteration()
         return output.detach()
 
-    def _note(self, number: int, bind: Callable[[SlotPass], None], slot_pass: SlotPass) -> None:
+    def _note(self, number: int, bind: Callable[[SlotPass], object], slot_pass: SlotPass) -> None:
         self.num_replicas[number] = slot_pass.plan.placement.num_replicas
         bind(slot_pass)
 
@@ -199,7 +199,7 @@ def measure(options: argparse.Namespace) -> None:
             "card": f"{card}, torch {torch.__version__}",
             "ranks": RANKS,
             "workload": options.workload,
-            "links": [asdict(link) for link in LINKS],
+            "links": [link._asdict() for link in LINKS],
             "sizes": {},
         }
         from megatron_fssdp.testing.parallel_state import megatron_parallel_state

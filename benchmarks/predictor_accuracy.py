@@ -132,8 +132,9 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
         counts = counts_IZLDE(workload)
         job = described_job(size, record["pace"], world_size, counts.shape[1])
         # Strategies of the testbed know costs from the start, so no first iterations measure them.
-        how = {"planned_for": known, "past_ILDE": counts[:0]}
-        simulated = simulate(variant.strategy, settings, counts, cluster, job, **how)
+        simulated = simulate(
+            variant.strategy, settings, counts, cluster, job, planned_for=known, past_ILDE=counts[:0]
+        )
         simulated_s = float(np.median(simulated.iteration_s[iterations]))
         low, median, high = np.quantile([seconds[number] for number in iterations], [0.25, 0.5, 0.75])
         spread = float((high - low) / median)

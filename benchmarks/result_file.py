@@ -10,13 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 KEYS = ("question", "answer", "date", "commit", "machine", "command", "columns", "rows")
 """Keys of a result, in the order of the file."""
 
 
-def quartiles(values: ArrayLike) -> list[float]:
+def quartiles(values: Sequence[float] | np.ndarray) -> list[float]:
     """Return the 25th, 50th and 75th percentile."""
     return [float(one) for one in np.percentile(values, (25, 50, 75))]
 

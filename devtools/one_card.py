@@ -68,7 +68,7 @@ class CardGroups:
 
     def install(self, patches: Patches) -> None:
         """Replace the methods of process groups, and functions that make groups or ask for their backend."""
-        methods = {
+        methods: dict[str, Callable[..., Any]] = {
             name: partial(self._collective, name, collective)
             for name, collective in COLLECTIVES.items()
             if hasattr(ProcessGroup, name)

@@ -22,6 +22,7 @@ from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.fssdp import fssdp_strategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
@@ -97,7 +98,7 @@ def _count_case(
     if case.strategy is not None:
         settings = STRATEGIES[case.strategy].settings.model_validate(case.settings)
         strategy = build_strategy(case.strategy, settings)
-        if strategy.selects:
+        if selecting(strategy):
             strategy.resume(dict.fromkeys(range(1, SIZE.num_layers + 1), "fssdp"))
         if case.shares is not None:
             fssdp_strategy.with_cheaper_shares = partial(_with_shares, case.shares)
@@ -132,7 +133,7 @@ def _count_case(
     stack = Counted(SIZE, groups, parameters, None, **arguments)
     for iteration, counts_E in enumerate(counts_IE):
         rng = np.random.default_rng((iteration, groups.device))
-        drawn = MicroBatchInput.draw([counts_E] * SIZE.num_layers, SIZE, rng)
+        drawn = MicroBatchInput.draw(np.array([counts_E] * SIZE.num_layers), SIZE, rng)
         inputs = MicroBatchInput(
             drawn.hidden.cuda(),
             tuple(LayerInput(one.routing_map.cuda(), one.probs.cuda()) for one in drawn.layers),
@@ -164,4 +165,4 @@ def _mark_plans(strategy: Strategy, device: VirtualDevice) -> None:
             device.mark(PLANNED_AFTER_GATE)
         return found
 
-    strategy.before_gate, strategy.after_gate = plan_before, plan_after  # type: ignore[method-assign]
+    strategy.before_gate, strategy.after_gate = plan_before, plan_after  # type: ignore[method-assign, assignment]

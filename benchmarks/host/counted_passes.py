@@ -1,7 +1,7 @@
 """What the host did in the forward passes of a layer, counted in the log of a virtual CUDA device."""
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from devtools.virtual_cuda import EventKind, VirtualDevice
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
@@ -33,8 +33,8 @@ class HostWork:
 
     def at_most(self, other: "HostWork") -> "HostWork":
         """The larger number of each kind, and the places of both."""
-        pairs = zip(astuple(self)[:-1], astuple(other)[:-1], strict=True)
-        return HostWork(*map(max, pairs), places=self.places | other.places)
+        numbers = map(max, zip(astuple(self)[:-1], astuple(other)[:-1], strict=True))
+        return replace(HostWork(*numbers), places=self.places | other.places)
 
     @classmethod
     def of_pass(cls, device: VirtualDevice, begin: int) -> "HostWork":

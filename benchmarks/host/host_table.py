@@ -31,6 +31,7 @@ from megatron_fssdp.runtime.layers.layer_planner import packed, unpacked
 from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import layer_profile
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 
@@ -60,7 +61,7 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
         history.append(counts_DE)
     found = []
     for counts_DE in counts_IDE[HISTORY_ITERATIONS:]:
-        if strategy.selects:
+        if selecting(strategy):
             strategy.select([1], strategy.price([context], [history]))
         times = [time.process_time()]
         plan = strategy.before_gate(context, history)

@@ -208,7 +208,7 @@ def largest(sigma: float) -> float:
     return max(value for place in PLACES for value in _over_baselines(sigma, *place))
 
 
-def largest_over_ep(sigma: float, system: str, **keys: object) -> float:
+def largest_over_ep(sigma: float, system: str, **keys: Any) -> float:
     """Return the largest speed-up of a system over EP in the settings of Fig. 9 and 10."""
     return max(value for place in PLACES for value in of_models(sigma, *place, system, **keys))
 

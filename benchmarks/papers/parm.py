@@ -70,7 +70,8 @@ def at_least_4(sigma: float) -> float:
 
 def figure_7(sigma: float, which: str) -> float:
     """Smallest, mean or largest speed-up of the layers of Fig. 7."""
-    return float({"smallest": np.min, "mean": np.mean, "largest": np.max}[which](of_figure_7()))
+    layers = of_figure_7()
+    return {"smallest": min(layers), "mean": float(np.mean(layers)), "largest": max(layers)}[which]
 
 
 def _of_testbed(testbed: str) -> list[LayerSeconds]:

@@ -62,7 +62,7 @@ class ExpertMoves:
             self._reshard(moved)
         elif moved is not None:
             self._replicate(moved)
-        return [layer.experts.all_parameters for layer in layers]  # type: ignore[dict-item]
+        return [layer.experts.all_parameters for layer in layers]
 
     def _reshard(self, new: OwnerMap) -> None:
         layers = self._runtime.layers

@@ -70,7 +70,8 @@ def make_parameters(size: StackSize, owned: Sequence[int]) -> list[ParametersByE
 
 @cache  # A gloo group has a thread that wakes up 100 times a second, so all stacks must share one.
 def _this_rank_alone(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    alone: dist.ProcessGroup = dist.new_subgroups_by_enumeration([[rank] for rank in range(group.size())])[0]
+    alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(group.size())])
+    assert isinstance(alone, dist.ProcessGroup)
     return alone
 
 

@@ -21,6 +21,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.strategies.registry import build_strategy
 
@@ -133,7 +134,10 @@ def make_groups(num_nodes: int) -> ExpertGroups:
     """Make two process groups of all ranks: one for the dispatch and one for the transfers."""
     ranks = list(range(dist.get_world_size()))
     topology = Topology.uniform(len(ranks), num_nodes)
-    return ExpertGroups(dist.new_group(ranks), topology, transfers=dist.new_group(ranks))
+    dispatch, transfers = dist.new_group(ranks), dist.new_group(ranks)
+    assert isinstance(dispatch, dist.ProcessGroup)
+    assert isinstance(transfers, dist.ProcessGroup)
+    return ExpertGroups(dispatch, topology, transfers=transfers)
 
 
 def micro_batch_profile(profile: LayerProfile, num_micro_batches: int) -> LayerProfile:
@@ -146,7 +150,7 @@ def make_stack(
     variant: Variant,
     size: StackSize,
     groups: ExpertGroups,
-    parameters: Sequence[dict[int, list[torch.nn.Parameter]]],
+    parameters: Sequence[ParametersByExpert],
     pace: Pace | None,
     profile: LayerProfile,
 ) -> LayerStack:

@@ -23,6 +23,7 @@ from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -54,7 +55,7 @@ class SlotStack(LayerStack):
             self.runtime.add_layer(context, groups, of_layer, on_pass=on_pass, measures=True)
         self._moves = ExpertMoves(self.runtime)
         self._selector: StrategySelector | None = None
-        if strategy.selects:
+        if selecting(strategy):
             self._selector = StrategySelector(strategy, [groups.expert_parallel], torch.device("cpu"))
         self._num_done = 0
 
@@ -153,5 +154,3 @@ class SlotStack(LayerStack):
                 num_between_nodes = transfer_traffic(plan.transfer, topology).num_between_nodes
                 result.spag_inter_node_bytes += num_between_nodes * self.size.expert_bytes
         result.loads = self.runtime.end_iteration()
-        if self._selector is not None:
-            self._selector.note(result.seconds)

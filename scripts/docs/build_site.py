@@ -17,10 +17,9 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 # Another checkout may be installed, but the pages must be made from this one.
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
-import api_pages  # noqa: E402
-import settings_pages  # noqa: E402
+from scripts.docs import api_pages, settings_pages  # noqa: E402
 
 _LINK_OUT = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>(?:\.\./)+[^)#\s]+)(?:#[^)]*)?\)")
 _ASSETS = ("pictures", "javascripts")

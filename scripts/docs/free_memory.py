@@ -21,11 +21,11 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.result_file import write_result
-from megatron_fssdp.config.cluster_description import load_cluster
+from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.moe_job import job_of_run
-from megatron_fssdp.simulation.simulator import device_memory, simulate
+from megatron_fssdp.simulation.simulator import StrategyOutcome, device_memory, simulate
 from megatron_fssdp.simulation.workloads import generated_loads
 from scripts.docs.equal_memory import PAST, run_of
 
@@ -57,7 +57,7 @@ def rows(case: tuple[str, int, str], iterations: int) -> list[list[object]]:
     counts_ILDE = generated_loads(workload, job, PAST + iterations)
     even_bytes = device_memory(job, cluster).total_bytes
 
-    def run(name: str, free_gib: float | None):
+    def run(name: str, free_gib: float | None) -> tuple[ClusterDescription, StrategyOutcome]:
         limit = None if free_gib is None else even_bytes + int(free_gib * 2**30)
         limited = cluster.model_copy(update={"memory_bytes": limit})
         settings = STRATEGIES[name].settings()

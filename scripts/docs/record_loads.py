@@ -31,11 +31,11 @@ STRETCH, MOST_BYTES = 10, 2_000_000
 DEVICES, SLOTS, MOST = 8, 2, 50
 """Devices of the table, among which each recorded source is divided evenly; its slots and micro-batches."""
 
-MODELS = {
+MODELS: dict[str, dict[str, object]] = {
     "16-top-2": {"num_experts": 16, "moe_router_topk": 2, "moe_ffn_hidden_size": 128},
     "64-top-8": {"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 64},
 }
-BALANCING = {
+BALANCING: dict[str, dict[str, object]] = {
     "aux-1e-2": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2},
     "aux-1e-3": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3},
     "none": {"moe_router_load_balancing_type": "none"},
@@ -46,7 +46,7 @@ BALANCING = {
         "moe_router_bias_update_rate": 1e-3,
     },
 }
-SETTINGS = {
+SETTINGS: dict[str, object] = {
     "model.num_layers": 2,
     "parallelism.nproc_per_node": 1,
     "parallelism.declared_nodes": 1,

@@ -150,7 +150,7 @@ def row_of(model: str, num_gpus: int) -> list[object]:
         fits = f"no: experts alone need {need_gib:,.0f} of {has_gib:.0f} GiB"
         return [*layout, fits, *[None] * (len(COLUMNS) - len(layout) - 1)]
     ours = outcome("fssdp", LOG_NORMAL, "megatron")
-    sends = [round(float(x)) for one_D in sent_XD[:2] for x in (one_D.mean(), one_D.max())]
+    sends: list[float] = [round(float(x)) for one_D in sent_XD[:2] for x in (one_D.mean(), one_D.max())]
     sends.append(round(float(sent_XD[2].max()), 1))
 
     def compared(*how: Any) -> list[float]:

@@ -134,7 +134,7 @@ def _without_sections(model: type[BaseModel]) -> type[BaseModel]:
         for name, field in model.model_fields.items()
         if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
     }
-    other = type(
+    other: type[BaseModel] = type(
         "Other", (BaseModel,), {"__annotations__": {name: field.annotation for name, field in fields.items()}}
     )
     other.model_fields.update(fields)

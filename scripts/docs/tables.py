@@ -13,11 +13,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Another checkout may be installed, but the pages must be made from this one.
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
-from settings_pages import kind_of_field, shown_default  # noqa: E402
 
 from benchmarks.papers import results as of_papers  # noqa: E402
 from benchmarks.papers.claims import NEAR, PAPERS, SKEWS  # noqa: E402
@@ -25,6 +24,7 @@ from megatron_fssdp.config.run.megatron_options import description  # noqa: E402
 from megatron_fssdp.config.run.run_config import RunConfig  # noqa: E402
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES  # noqa: E402
 from megatron_fssdp.megatron_adapter.support import capabilities, limits  # noqa: E402
+from scripts.docs.settings_pages import kind_of_field, shown_default  # noqa: E402
 
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"

@@ -106,8 +106,8 @@ class DeviceMode(TorchFunctionMode):
             device = self.books.device if self.books.holds(other) else _CPU
         if device is not None:
             tensor = self._moved(tensor, device, non_blocking=non_blocking)
-        rest = {"dtype": dtype, "memory_format": memory_format, "copy": copies or None}
-        rest = {name: value for name, value in rest.items() if value is not None}
+        given = {"dtype": dtype, "memory_format": memory_format, "copy": copies or None}
+        rest: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return Tensor.to(tensor, **rest) if rest else tensor
 
     def _cuda(self, tensor: Tensor, device: Any = None, non_blocking: bool = False, **_: Any) -> Tensor:
