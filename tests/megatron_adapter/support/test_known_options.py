@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import field, fields, make_dataclass
 from inspect import unwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,11 +40,13 @@ def names() -> str:
 
 
 @pytest.fixture(scope="module", params=["", *filter(None, [os.environ.get("MEGATRON_LM_PATH")])])
-def checkout_and_names(request: pytest.FixtureRequest) -> tuple[str, dict[str, list[str]]]:
+def checkout_and_names(request: Any, tmp_path_factory: Any) -> tuple[str, dict[str, list[str]]]:
     """A checkout of Megatron-LM, or nothing for the installed one, and names of its options by class."""
     if not request.param:
         return "", json.loads(names())
-    path = os.pathsep.join([request.param, str(ROOT)])
+    alone = tmp_path_factory.mktemp("checkout")  # without the checkout's own package "tests"
+    (alone / "megatron").symlink_to(Path(request.param, "megatron").absolute())
+    path = os.pathsep.join([str(alone), str(ROOT)])
     return request.param, json.loads(python_output("-c", NAMES, PYTHONPATH=path).rpartition("NAMES")[2])
 
 
