@@ -3,7 +3,8 @@
 ``python -m benchmarks.host.host_table`` prints ``MEASURED`` of ``planning/cost/host_seconds.py``, with
 which the simulator counts host time; ``--write`` puts it there. Every strategy has its default settings and
 plans one iteration after another, for the loads and costs of ``drifting_jobs.py``. What ``fssdp`` takes after
-the gate is that of a plan for each micro-batch. Times are medians of CPU milliseconds of one process.
+the gate is that of a correction, and its dispatch that of a plan for each micro-batch. Times are medians of
+CPU milliseconds of one process.
 
 Shape letters: E experts, D devices.
 """
@@ -33,6 +34,7 @@ from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import layer_profile
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.registry import build_strategy
 
 HISTORY_ITERATIONS = 4
@@ -40,7 +42,7 @@ HISTORY_ITERATIONS = 4
 
 PARTS = ("before_gate_ms", "after_gate_ms", "dispatch_ms")
 SHARING = "packing and unpacking a plan"
-NOTHING_MS = 0.02
+NOTHING_MS = 0.05
 """Shorter times are those of calls that plan nothing."""
 
 
@@ -64,9 +66,9 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
         if selecting(strategy):
             strategy.select([1], strategy.price([context], [history]))
         times = [time.process_time()]
-        plan = strategy.before_gate(context, history)
+        plan = plan_before_gate(strategy, context, history)
         times.append(time.process_time())
-        plan = strategy.after_gate(context, counts_DE, plan, 1)
+        plan = plan_after_gate(strategy, context, counts_DE, plan, 1)
         times.append(time.process_time())
         if plan.each_micro_batch:  # the device waits for its shares
             share_out(plan, counts_DE, context)
@@ -112,8 +114,12 @@ def main() -> None:
         name: np.array([median_ms(name, job_of(*size, 1), given.iterations) for size in SIZES]).T
         for name in names()
     }
-    each = [median_ms("fssdp", job_of(*size, 1), given.iterations, planned_from="each") for size in SIZES]
-    times["fssdp"][1:3] = np.array(each).T[1:3]
+    for part, planned_from in ((1, "first"), (2, "each")):
+        by_size = [
+            median_ms("fssdp", job_of(*size, 1), given.iterations, planned_from=planned_from)[part]
+            for size in SIZES
+        ]
+        times["fssdp"][part] = times["auto"][part] = by_size
     print(table := source(times))
     if given.write:
         path = Path(host_seconds.__file__)
