@@ -34,7 +34,7 @@ WINDOW = 5
 """Iterations whose seconds are compared: as many as loads are looked at (Hecate §4.2, w)."""
 
 LEAST_GAIN = 0.02
-"""Part of the seconds that a source must save over the one before: the price knows little of waits for ranks."""
+"""Part of the seconds that a source must save over the one before: prices know little of waits for ranks."""
 
 MOST_WAITING = 0.1
 """Part of the seconds that ``first`` may wait while few iterations are compared: a jump costs far more."""
