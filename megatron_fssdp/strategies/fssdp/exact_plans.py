@@ -67,8 +67,9 @@ def corrected(
     )
     start = plan.placement if plan.placement.replicas_per_device_D.max() <= slots else None
     found, _ = search.best_placement(slots=slots, most_replicated=context.num_experts, start=start)
-    plans = plan, _with(found, replace(plan, corrects=False), context)
-    return fastest(plans, counts_DE, context, times, planned=plan)
+    new = _with(found, replace(plan, corrects=False), context)
+    new_s = plan_price(new, counts_DE, context, num_micro_batches=times, planned=plan).seconds
+    return new if new_s < planned_s else plan
 
 
 def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, *, slots: int) -> LayerPlan:
