@@ -12,7 +12,6 @@ from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry.bad_input import EXIT_BAD_INPUT, report
-from megatron_fssdp.megatron_adapter.support.capabilities import broken_package_message
 
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py|-m MODULE ARGS… [--moe-strategy NAME]"
 
@@ -27,13 +26,7 @@ def launch(arguments: Sequence[str]) -> None:
     show_warnings_once()
     try:
         run = _program(list(arguments))
-        try:
-            _turn_on(arguments)
-        except Exception as error:
-            # An incomplete installation of an optional package ends the import of Megatron.
-            if message := broken_package_message(error):
-                raise ConfigurationError(message) from error
-            raise
+        _turn_on(arguments)
         run()
     except ConfigurationError as error:
         report(error)

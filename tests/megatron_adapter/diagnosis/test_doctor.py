@@ -25,10 +25,7 @@ TABLE = """
     megatron=0.19.2!ImportError | Megatron | problem | fix the cause
     megatron=0.18.0 | Megatron | note | tested with megatron-core >=0.19,<0.21
     megatron=0.20.0+abc | Megatron | ok | 0.20.0 (/site-packages/[it])
-    megatron=0.19.2!RuntimeError@Apex | Megatron | problem | wanted a complete Apex or none
-    megatron=0.19.2!RuntimeError@Transformer_Engine te=2.5.0 | Megatron | note | because of Transformer Engine
-    megatron=0.19.2!Empty@Transformer_Engine te=2.5.0 | Transformer Engine | problem | imported: Empty
-    te=2.5.0!symbol gpus=8 | Transformer Engine | problem | wanted a complete Transformer Engine or none
+    te=2.5.0!symbol gpus=8 | Transformer Engine | problem | imported: symbol
     | Transformer Engine | ok | only needed on GPUs
     gpus=8 | Transformer Engine | note | TEGroupedMLP
     gpus=8 te=2.5.0+abc | Transformer Engine | ok | 2.5.0
@@ -42,11 +39,6 @@ TABLE = """
     build= | GPUs | problem | without CUDA
     build=13.0 | GPUs | problem | CUDA 13.0
     build=13.0 CUDA_VISIBLE_DEVICES= | GPUs | note | hidden
-    gpus=8 | topology | ok | 1 node (this machine) of 8 GPUs
-    | topology | ok | 1 node (this machine) of CPU ranks
-    gpus=8 WORLD_SIZE=16 LOCAL_WORLD_SIZE=8 | topology | ok | 16 ranks from torchrun, 8 of them on this
-    gpus=8 WORLD_SIZE=20 LOCAL_WORLD_SIZE=8 | topology | problem | same --nproc-per-node on every machine
-    cores=4 nproc_per_node=4 declared_nodes=2 | topology | ok | run's file; strategies plan for 2 nodes
     nproc_per_node=2 | ranks | ok | 2 on 2 CPU cores
     nproc_per_node=4 | ranks | note | 4 on 2 CPU cores
     nproc_per_node=2 device=cuda | ranks | problem | 2 on 0 GPUs
@@ -80,14 +72,13 @@ def test_the_verdict_follows_from_the_machine(
     assert words in f"{findings[check].found} {findings[check].advice}"
     problems = [name for name, finding in findings.items() if finding.verdict == "problem"]
     assert all(len(findings[name].advice.splitlines()) == 1 for name in problems)
-    known = {"torch=": "torch", "te=2.5.0": "Transformer Engine"}  # in rows about another check
-    others = [name for word, name in known.items() if word in machine.split() and name in problems]
+    others = ["torch"] if "torch=" in machine.split() else []  # in a row about another check
     assert problems == ([check] if verdict == "problem" else others)
 
 
 def test_the_report_has_all_checks_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = "Python,torch,Megatron,Megatron's seams,Transformer Engine,strategies,planning kernels"
-    names += ",gloo,NCCL,GPUs,topology"
+    names += ",gloo,NCCL,GPUs"
     assert ",".join(examine(monkeypatch, "")) == f"{names},variables"
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
