@@ -1,6 +1,6 @@
-"""``metrics.jsonl`` and ``evaluations.jsonl`` of a run: what they say about an iteration or an evaluation.
+"""``metrics.jsonl`` of a run: what it says about an iteration.
 
-Both have one line of JSON for each entry. A killed run loses at most the line that it was writing. Of what a
+It has one line of JSON for each of them. A killed run loses at most the line that it was writing. Of what a
 resumed run repeats, only the repetition counts.
 """
 
@@ -19,7 +19,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files.json_records import Count, parse_record
 from megatron_fssdp.files.written_files import cannot_write
 
-METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 _MOST_LINE_BYTES = 1 << 20  # of an iteration's line
 
@@ -126,20 +126,6 @@ class IterationMetrics:
     selections: tuple[SelectionMetrics, ...] = ()  # of ``auto`` before the iteration, one for each stage
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of one evaluation."""
-
-    iteration: Count  # number of iterations for which the model had been trained
-    data: str  # ``validation`` or ``test``, with the name of the set if there are several
-    losses: dict[str, Loss]  # means, by Megatron's name for them, such as ``lm loss``
-
-    @property
-    def loss(self) -> float:
-        """The first loss, which is the language model's."""
-        return next(iter(self.losses.values()), math.nan)
-
-
 class MetricsWriter:
     """Appends one :class:`IterationMetrics` for each iteration. A resumed run continues the file.
 
@@ -189,25 +175,6 @@ def last_metrics(path: Path) -> IterationMetrics | None:
         lines = content[: content.rfind(b"\n") + 1].splitlines()
         return parse_record(IterationMetrics, lines[-1]) if lines else None
     return None
-
-
-def append_evaluation(record_dir: Path, evaluation: Evaluation) -> None:
-    """Add an evaluation to the file of a run, or raise a ConfigurationError."""
-    _append_lines(record_dir / EVALUATIONS_FILE, evaluation)
-
-
-def read_evaluations(record_dir: Path) -> tuple[Evaluation, ...]:
-    """Read the evaluations of a run in the order of iterations, or raise a ConfigurationError.
-
-    There are none if the run has no such file.
-    """
-    path = record_dir / EVALUATIONS_FILE
-    found: dict[tuple[int, str], Evaluation] = {}
-    for new in _read_lines(path, Evaluation) if path.exists() else ():
-        found = {key: old for key, old in found.items() if key[0] <= new.iteration}
-        found.pop((new.iteration, new.data), None)
-        found[new.iteration, new.data] = new
-    return tuple(found.values())
 
 
 def _append_lines(path: Path, *records: Any) -> None:

@@ -276,12 +276,8 @@ class ModelIterations(HostModel):
             self.session.check_model(*self.host.sources)
             report_installation(self)
             self.driver = IterationDriver(self, optimizer, num_micro_batches)
-        self.open_records()
-
-    def open_records(self) -> None:
-        """Open the run's records, if they are asked for, unless they are open. Collective."""
         record_dir = self.settings.record_dir
-        if self.recorder is not None or (record_dir is None and not self.host.has_boards):
+        if record_dir is None and not self.host.has_boards:
             return
         with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
             if record_dir is not None and dist.get_rank() == 0:

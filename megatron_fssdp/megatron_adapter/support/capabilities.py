@@ -114,8 +114,6 @@ SEAMS = _seams(
       build_tokenizer | names a tokenizer that Megatron cannot load | every
     megatron.training.training
       train | reports where a run stopped | placement
-      evaluate | records validation losses | every
-      evaluate_and_print_results | records validation losses | every
       num_floating_point_operations | records the operations of an iteration | every
     megatron.core.transformer.multi_token_prediction
       MultiTokenPredictionLayer | numbers its layers of experts after the decoder's | placement
