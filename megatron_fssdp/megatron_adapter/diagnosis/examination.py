@@ -54,7 +54,7 @@ def examine_machine(
             check_package("torch", "torch", torch),
             # Missing seams decide whether another release works.
             check_package("Megatron", "megatron-core", megatron, untested="note"),
-            *check_seams(megatron.works),
+            check_seams(megatron.works),
             _check_transformer_engine(engine, bool(gpus.models)),
             *check_strategies(),
             check_kernels(),
@@ -149,24 +149,18 @@ def _check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Findi
     return note(name, "not installed; optional", f"install it by NVIDIA's instructions {use}")
 
 
-def check_seams(has_megatron: bool) -> list[Finding]:
-    """Return a finding for the number of seams in the installed Megatron, and one for each missing seam."""
-    check, missing = "Megatron's seams", []
+def check_seams(has_megatron: bool) -> Finding:
+    """Return a finding on what the plugin attaches to in the installed Megatron."""
+    check = "Megatron's seams"
     if not has_megatron:
-        return [note(check, "not checked, because Megatron cannot be imported")]
-    for seam in capabilities.SEAMS:
-        if (reason := capabilities.absence(seam)) is None:
-            continue
-        name, found = f"seam {seam.path}", f"not in {seam.module} ({one_line(reason)})"
-        use = f"here the plugin {seam.purpose}, for {seam.needed_by}"
-        if seam.is_optional:
-            missing.append(note(name, found, f"{use}; other runs do not need it"))
-        else:
-            advice = f"no run starts without it: install a tested release: {pip_install('megatron-core')}"
-            missing.append(problem(name, found, f"{use}; {advice}"))
-    num = len(capabilities.SEAMS)
+        return note(check, "not checked, because Megatron cannot be imported")
+    num = sum(len(names.split()) for names in capabilities.SEAMS.values())
+    missing = capabilities.missing_seams(for_training=True)
     found = f"found {num - len(missing)} of {num} functions and classes that the plugin attaches to"
-    return [Finding(check, found), *missing]
+    if not missing:
+        return Finding(check, found)
+    found += "".join(f"; not {seam} ({one_line(error)})" for seam, error in missing.items())
+    return problem(check, found, f"install a tested release: {pip_install('megatron-core')}")
 
 
 def check_strategies() -> list[Finding]:

@@ -28,8 +28,7 @@ def test_the_installed_megatron_has_all_seams_and_a_tested_version() -> None:
     ],
 )
 def test_a_missing_seam_is_named(module: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seam = capabilities.Seam(module, path, "does something", "every run")
-    monkeypatch.setattr(capabilities, "SEAMS", (seam,))
+    monkeypatch.setattr(capabilities, "SEAMS", {module: path})
     with pytest.raises(ConfigurationError, match=path) as refusal:
         check_seams(for_training=True)
     assert capabilities.pip_install("megatron-core") in str(refusal.value)
