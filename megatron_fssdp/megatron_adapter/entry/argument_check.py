@@ -6,9 +6,7 @@ Ranks run the same checks when Megatron validates its arguments (:mod:`.registra
 import argparse
 import os
 import traceback
-from collections.abc import Callable, Sequence
-from copy import copy
-from importlib.util import find_spec
+from collections.abc import Sequence
 from inspect import unwrap
 from typing import Any, NoReturn
 from unittest import mock
@@ -73,28 +71,7 @@ def check_arguments(
         fit_to_cpu(args)
     requested_by(args)
     if on_cpu or ranks_here is not None:
-        _validate(args, on_cpu)
-    if ranks_here is not None and args.tokenizer_model is not None:
-        with quiet_output():
-            loaded_tokenizer(build_tokenizer, copy(args))  # it writes sizes into the arguments
-
-
-def loaded_tokenizer(build: Callable[..., Any], args: Any, *rest: Any, **options: Any) -> Any:
-    """Build Megatron's tokenizer, or raise an error that names it."""
-    asked = f"--tokenizer-type {args.tokenizer_type} --tokenizer-model {args.tokenizer_model}"
-    if args.tokenizer_type == "HuggingFaceTokenizer" and find_spec("transformers") is None:
-        raise ConfigurationError(
-            f"{asked}: needs the package transformers, which is not installed; install it with `pip install "
-            "transformers`, or take another tokenizer"
-        )
-    try:
-        return build(args, *rest, **options)
-    except Exception as error:  # errors of tokenizers and of the network have many types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigurationError(
-            f"{asked}: Megatron cannot load it ({reason}); give a tokenizer that is on this machine or can "
-            "be downloaded"
-        ) from error
+        _validate(args, on_cpu, with_tokenizer=ranks_here is not None and args.tokenizer_model is not None)
 
 
 def check_devices(num_ranks: int) -> None:
@@ -171,7 +148,7 @@ def requested_by(args: Any, host: HostSettings | None = None) -> Attachment:
     return Attachment(name, settings, host)
 
 
-def _validate(args: Any, on_cpu: bool) -> None:
+def _validate(args: Any, on_cpu: bool, *, with_tokenizer: bool) -> None:
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
     if on_cpu:
         variables[cpu_runtime.DEVICE_VARIABLE] = "cpu"
@@ -180,9 +157,11 @@ def _validate(args: Any, on_cpu: bool) -> None:
             cpu_runtime.install()
             unwrap(arguments.validate_args)(args)
             argument_utils.core_transformer_config_from_args(args)
+            if with_tokenizer:
+                build_tokenizer(args)
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:
-        lines = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()  # also of tokenizers and of the network
         reason = lines[0] if lines else traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigurationError(f"Megatron refuses the arguments: {reason}") from None

@@ -62,7 +62,6 @@ SEAMS = {
         load_common_state_dict""",
     "megatron.core.datasets.utils": "compile_helpers",
     "megatron.training.arguments": "add_megatron_arguments parse_args validate_args",
-    "megatron.training.global_vars": "build_tokenizer",
     "megatron.training.training": "train num_floating_point_operations",
 }
 """Classes, functions and attributes that every run needs, by module; the code beside each says why."""

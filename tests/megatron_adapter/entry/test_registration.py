@@ -1,4 +1,4 @@
-"""What registering refuses before process groups exist, and which errors and warnings ranks repeat."""
+"""Which errors and warnings ranks repeat."""
 
 import os
 import warnings
@@ -6,18 +6,9 @@ import warnings
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.entry import bad_input, registration
+from megatron_fssdp.megatron_adapter.entry import bad_input
 from megatron_fssdp.megatron_adapter.entry.bad_input import report
 from megatron_fssdp.megatron_adapter.entry.launcher import show_warnings_once
-
-
-def test_a_process_without_a_launcher_gets_the_launch_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(ConfigurationError, match=r"no ranks: MASTER_ADDR not set, .* torchrun --standalone"):
-        registration.check_started_as_rank()
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    registration.check_started_as_rank()
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
