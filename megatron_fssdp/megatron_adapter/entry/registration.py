@@ -22,7 +22,7 @@ from megatron_fssdp.megatron_adapter.iterations.attachment import set_current
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.support import megatron_repairs
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
-from megatron_fssdp.megatron_adapter.training import training_hooks
+from megatron_fssdp.megatron_adapter.training.training_hooks import train_and_tell
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 
@@ -89,7 +89,7 @@ def _wrap_megatron() -> None:
     wrap(arguments, "validate_args", validate_args)
 
     # Megatron looks up the functions of its training loop in this module at call time.
-    training_hooks.wrap_training(training)
+    wrap(training, "train", train_and_tell)
 
     # Megatron's BERT ignores --num-experts without a warning, under every strategy including `none`.
     if find_spec("megatron.core.models.bert") is not None:
