@@ -25,8 +25,9 @@ from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     HostModel,
-    check_equal_settings,
+    check_equal,
     optimizer_of,
+    planning_facts,
     refused_together,
 )
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
@@ -271,7 +272,7 @@ class ModelIterations(HostModel):
         if optimizer is None:  # All that this rank has is frozen.
             optimizer = SimpleNamespace(chained_optimizers=[], config=SimpleNamespace())
         self.host = self.host.with_sources(optimizer.config)
-        check_equal_settings(self)
+        check_equal(planning_facts(self))
         if self.session is not None:
             self.session.check_model(*self.host.sources)
             report_installation(self)

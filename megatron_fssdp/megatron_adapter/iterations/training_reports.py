@@ -40,7 +40,7 @@ def report_installation(model: HostModel) -> None:
             f"--moe-strategy {model.name}: got a model with experts and no MoE layer on any rank, wanted "
             "Megatron's MoE layers; build the model from Megatron's MoE specs, or use --moe-strategy none"
         )
-    place, limits = "the MoE layers of other pipeline stages; this stage has no MoE layer", ""
+    place = "the MoE layers of other pipeline stages; this stage has no MoE layer"
     if layers:
         context = layers[0].context
         numbers = ", ".join(str(layer.context.layer) for layer in layers)
@@ -48,21 +48,13 @@ def report_installation(model: HostModel) -> None:
             f"{len(layers)} MoE layers of this pipeline stage (layers {numbers}), {context.num_experts} "
             f"experts on {context.num_devices} devices in {context.topology.num_nodes} node(s)"
         )
-        measured = session.strategy.profile_iterations
-        limits = f"{session.strategy.limits(context)}; "
-        if measured:
-            limits = f"costs are measured in the first {measured} iterations; "
-        if model.name == "parm" and model.host.tensor_model_parallel_size == 1:
-            limits = f"without tensor parallelism, {model.name} is the same as ep; "
     settings = model.settings.model_dump(exclude_defaults=True, mode="json")
     shown = " ".join(f"{key}={value}" for key, value in settings.items()) or "all by default"
-    if session.keeps_owners:
-        limits += f"owners do not move, because {session.keeps_owners}; "
     log_single_rank(
         logger,
         logging.INFO,
-        f"[fssdp] strategy {model.name}: installed in {place}; settings: {shown}; {limits}"
-        f"planning kernels: {kernel_form()}",
+        f"[fssdp] strategy {model.name}: installed in {place}; settings: {shown}; planning "
+        f"kernels: {kernel_form()}",
     )
 
 
