@@ -15,7 +15,7 @@ from megatron_fssdp.cli.analysis.commands import compare_command, report_command
 from megatron_fssdp.cli.check_command import check_command
 from megatron_fssdp.cli.configs_command import configs_command
 from megatron_fssdp.cli.data_command import data_build_command
-from megatron_fssdp.cli.doctor_command import doctor_command
+from megatron_fssdp.cli.doctor.doctor_command import doctor_command
 from megatron_fssdp.cli.profile_command import profile_command
 from megatron_fssdp.cli.train_command import train_command
 from megatron_fssdp.config.errors import ConfigurationError

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fssdp.config.run.megatron_options import quiet_output
-from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
-from megatron_fssdp.megatron_adapter.diagnosis.devices import (
+from megatron_fssdp.cli.doctor.devices import (
     Finding,
     Gpus,
     Verdict,
@@ -24,6 +22,8 @@ from megatron_fssdp.megatron_adapter.diagnosis.devices import (
     problem,
     shown_variables,
 )
+from megatron_fssdp.config.run.megatron_options import quiet_output
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.support import capabilities
 from megatron_fssdp.megatron_adapter.support.capabilities import (
     TESTED_VERSIONS,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fssdp.megatron_adapter.diagnosis import devices, examination
-from megatron_fssdp.megatron_adapter.diagnosis.devices import Finding, Gpus
-from megatron_fssdp.megatron_adapter.diagnosis.examination import InstalledPackage
+from megatron_fssdp.cli.doctor import devices, examination
+from megatron_fssdp.cli.doctor.devices import Finding, Gpus
+from megatron_fssdp.cli.doctor.examination import InstalledPackage
 
 HERE = "/site-packages/[it]"
 DEFAULTS = {"gpus": "0", "cores": "2", "python": "3.12.1", "torch": "2.6.0", "megatron": "0.19.2", "te": ""}

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fssdp.cli.doctor import devices, examination
+from megatron_fssdp.cli.doctor.devices import Finding, check_folder, look_at_gpus
+from megatron_fssdp.cli.doctor.examination import InstalledPackage, examine_machine, look_for
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.megatron_adapter.diagnosis import devices, examination
-from megatron_fssdp.megatron_adapter.diagnosis.devices import Finding, check_folder, look_at_gpus
-from megatron_fssdp.megatron_adapter.diagnosis.examination import InstalledPackage, examine_machine, look_for
 from megatron_fssdp.megatron_adapter.support import capabilities
-from tests.megatron_adapter.diagnosis.machine_examples import pose
+from tests.cli.doctor.machine_examples import pose
 
 # The machine, and a run's layout and device | a check | its verdict | words of what it found or advises.
 # There are no other problems.
