@@ -20,7 +20,7 @@ from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
 from megatron_fssdp.megatron_adapter.experts.named_copies import install_exports
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings, check_equal
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
-from megatron_fssdp.megatron_adapter.layer.moe_layer import join, numbers_of
+from megatron_fssdp.megatron_adapter.layer.moe_layer import join, places_of
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession, nccl_options
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Attachment:
                 "(decentralized groups), wanted those of initialize_model_parallel(); use them, "
                 "or --moe-strategy none"
             )
-        numbers = numbers_of(module)
+        numbers = set(places_of(module).values())
         model = next(reversed(self.models), None)
         # With virtual stages, a model of this rank has several chunks, which are wrapped one after another.
         if model is None or len(model.chunks) == model.num_chunks or numbers & model.numbers:

@@ -59,8 +59,7 @@ class ModelIterations(HostModel):
         self._num_done = 0
         self._facts = IterationFacts()
         self._began_s = 0.0
-        is_recorded = self.settings.record_dir is not None or self.host.has_boards
-        self._stock = StockLoads() if self.session is None and is_recorded else None
+        self._stock: StockLoads | None = None  # under none, with records
         if self.session is not None:
             self.session.slots.before_home, self.session.slots.on_move = self._leave, self._note_move
             self.session.runtime.measure |= self.host.has_boards  # Layers read this when they join.
@@ -69,9 +68,7 @@ class ModelIterations(HostModel):
         """Add a chunk that DDP has wrapped."""
         self.chunks.append(ddp)
         if self.session is not None:
-            install_beginnings([ddp])
-        if self._stock is not None:
-            self._stock.add(ddp)
+            install_beginnings(ddp)
         if (root := _root_of(ddp)) is not None:
             wrap(root, "forward", partial(self._run_root, root))
 
@@ -280,6 +277,8 @@ class ModelIterations(HostModel):
         record_dir = self.settings.record_dir
         if record_dir is None and not self.host.has_boards:
             return
+        if self.session is None:
+            self._stock = StockLoads(self.chunks)
         with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
             if record_dir is not None and dist.get_rank() == 0:
                 record_dir = describe_run(record_dir, self)
