@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from megatron_fssdp.megatron_adapter.support.capabilities import one_line
-
 if TYPE_CHECKING:
     from megatron_fssdp.config.run.run_config import RunConfig
     from megatron_fssdp.config.run.sections import ParallelismArguments
@@ -196,3 +194,9 @@ def usable_cores() -> int:
 
 def _asked() -> str:
     return os.environ.get(DEVICE_VARIABLE, "").lower()
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
 from megatron_fssdp.cli.doctor.devices import (
     Finding,
     Gpus,
@@ -19,6 +22,7 @@ from megatron_fssdp.cli.doctor.devices import (
     check_folder,
     look_at_gpus,
     note,
+    one_line,
     problem,
     shown_variables,
 )
@@ -27,8 +31,6 @@ from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.support import capabilities
 from megatron_fssdp.megatron_adapter.support.capabilities import (
     TESTED_VERSIONS,
-    is_tested,
-    one_line,
     pip_install,
 )
 from megatron_fssdp.planning.compiled_form import REBUILD, kernel_form
@@ -114,6 +116,14 @@ def look_for(package: str, distribution: str, part: str = "") -> InstalledPackag
         except importlib.metadata.PackageNotFoundError:
             version = InstalledPackage.version
     return InstalledPackage(str(version), location, error)
+
+
+def is_tested(distribution: str, version: str) -> bool:
+    """Whether a version is tested. Suffixes are ignored: ``2.6.0a0+git`` counts as 2.6.0."""
+    try:
+        return SpecifierSet(TESTED_VERSIONS[distribution]).contains(Version(version).base_version)
+    except InvalidVersion:
+        return False
 
 
 def _check_python() -> Finding:

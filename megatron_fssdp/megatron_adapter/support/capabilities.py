@@ -9,9 +9,6 @@ import importlib.metadata
 import inspect
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 from megatron_fssdp.config.errors import ConfigurationError
 
 # For pip. pyproject.toml repeats them, and a test compares.
@@ -21,14 +18,6 @@ TESTED_VERSIONS = {
     "megatron-core": ">=0.19,<0.21",
     "transformer-engine": ">=2.1",
 }
-
-
-def is_tested(distribution: str, version: str) -> bool:
-    """Whether a version is tested. Suffixes are ignored: ``2.6.0a0+git`` counts as 2.6.0."""
-    try:
-        return SpecifierSet(TESTED_VERSIONS[distribution]).contains(Version(version).base_version)
-    except InvalidVersion:
-        return False
 
 
 def pip_install(distribution: str) -> str:
@@ -100,9 +89,3 @@ def _assigns(owner: object, name: str) -> bool:
         return False
     methods = (inspect.unwrap(method) for base in owner.__mro__ for method in vars(base).values())
     return any(name in method.__code__.co_names for method in methods if inspect.isfunction(method))
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception's type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -9,7 +9,7 @@ import torch
 
 from megatron_fssdp.cli.doctor import devices, examination
 from megatron_fssdp.cli.doctor.devices import Finding, check_folder, look_at_gpus
-from megatron_fssdp.cli.doctor.examination import InstalledPackage, examine_machine, look_for
+from megatron_fssdp.cli.doctor.examination import InstalledPackage, examine_machine, is_tested, look_for
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.support import capabilities
@@ -179,3 +179,21 @@ def test_a_folder_that_cannot_be_written_is_a_problem(
         assert f"cannot be written ({words}" in finding.found
         assert "or set another folder with --checkpoints" in finding.advice
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "expected"),
+    [
+        ("torch", "2.6.0a0+ecf3bae.nv25.01", True),  # NVIDIA's containers
+        ("torch", "2.5.1", False),
+        ("megatron-core", "0.20.9", True),
+        ("megatron-core", "0.21.0rc0", False),
+        ("megatron-core", "0.19.2+6d5d9bf", True),
+        ("python", "3.11.9", False),
+        ("torch", "from source", False),
+    ],
+)
+def test_versions_are_compared_without_their_suffixes(
+    distribution: str, version: str, expected: bool
+) -> None:
+    assert is_tested(distribution, version) is expected
