@@ -20,10 +20,10 @@ from megatron_fssdp.config.loading import closest
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.megatron_arguments import ON_CPU
 from megatron_fssdp.config.run.megatron_options import quiet_output
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
+from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-from megatron_fssdp.megatron_adapter.entry.attach import asked_by_environment
+from megatron_fssdp.megatron_adapter.entry.attach import add_strategy_options
 from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
@@ -95,33 +95,12 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         raise ConfigurationError(message)
 
     parser.error = refuse  # type: ignore[method-assign]
-    asked, asked_settings = asked_by_environment()
     # Of several actions for one argument, the first has the default. A text is parsed like a given one.
     for action in reversed(parser._actions):
         _defaults[action.dest] = (
             parser._get_value(action, action.default) if type(action.default) is str else action.default
         )
-    strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
-    group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
-    group.add_argument(
-        "--moe-strategy",
-        default=asked or "none",
-        metavar="NAME",
-        # argparse formats help texts with the % operator, so a per cent sign must be doubled.
-        help=f"How experts are placed: {strategies}.".replace("%", "%%"),
-    )
-    group.add_argument(
-        "--moe-strategy-config",
-        metavar="FILE.yaml",
-        help="YAML file with the settings of the strategy, one flat key per line.",
-    )
-    group.add_argument(
-        "--moe-strategy-set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=asked_settings,
-        help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
-    )
+    add_strategy_options(parser.add_argument_group(title="MoE strategy (megatron_fssdp)"))
     return parser
 
 

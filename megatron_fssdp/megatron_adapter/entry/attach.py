@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy, strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.iterations import core_seams
@@ -68,6 +68,31 @@ def asked_by_environment() -> tuple[str | None, list[str]]:
             f"{SETTINGS_VARIABLE}: got {settings}, but no strategy, wanted both; set {STRATEGY_VARIABLE}"
         )
     return name, pairs
+
+
+def add_strategy_options(to: Any) -> None:
+    """Add ``--moe-strategy`` and its settings to a parser or a group; the environment has their defaults."""
+    name, settings = asked_by_environment()
+    strategies = "; ".join(f"{one} ({entry.summary})" for one, entry in STRATEGIES.items())
+    to.add_argument(
+        "--moe-strategy",
+        default=name or "none",
+        metavar="NAME",
+        # argparse formats help texts with the % operator, so a per cent sign must be doubled.
+        help=f"How experts are placed: {strategies}.".replace("%", "%%"),
+    )
+    to.add_argument(
+        "--moe-strategy-config",
+        metavar="FILE.yaml",
+        help="YAML file with the settings of the strategy, one flat key per line.",
+    )
+    to.add_argument(
+        "--moe-strategy-set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=settings,
+        help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
+    )
 
 
 def use(attachment: Attachment) -> Attachment:

@@ -73,15 +73,14 @@ class ExpertResharding:
 
         ``what`` names the operation at errors.
         """
-        device = self.slots[0][0].device
-        started_s = _synchronized_s(device)
+        started_s = synchronized_s()
         quantities = self.quantities()
         _finish_parameter_gathers(self.model_chunks)
         with naming_failures(what):
             slot_exchange.exchange_slots(self.expert_parallel, moves, quantities, are_copies=are_copies)
         slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
         leaving = sum(move.source_device != move.device for move in moves)
-        return ReshardReport(len(moves), leaving * slot_bytes, _synchronized_s(device) - started_s)
+        return ReshardReport(len(moves), leaving * slot_bytes, synchronized_s() - started_s)
 
     def agree_on(self, digest: bytes, what: str) -> None:
         """Raise a RuntimeError on all ranks of both groups unless they have the same digest of ``what``."""
@@ -223,9 +222,10 @@ class ExpertSlots:
             gradient_sync.await_parameters(self._experts[index].module)
 
 
-def _synchronized_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def synchronized_s() -> float:
+    """The time of the host after all work of the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter()
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
+from megatron_fssdp.megatron_adapter.experts.expert_slots import synchronized_s
 from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     HostModel,
     check_equal,
@@ -32,7 +33,8 @@ from megatron_fssdp.megatron_adapter.iterations.host_settings import (
 )
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
-from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
+from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder
+from megatron_fssdp.megatron_adapter.iterations.stage_records import IterationFacts
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
 from megatron_fssdp.megatron_adapter.iterations.training_reports import report_installation
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
@@ -106,10 +108,9 @@ class ModelIterations(HostModel):
             self._know(num_micro_batches)
         if self._is_frozen:
             return
-        runtime = None if self.session is None else self.session.runtime
         if self._is_open:
-            if runtime is not None:
-                runtime.expect(num_micro_batches)
+            if self.session is not None:
+                self.session.runtime.expect(num_micro_batches)
             return
         self._is_open, self._began_s, self._facts = True, time.perf_counter(), IterationFacts()
         if self._stock is not None:
@@ -119,6 +120,7 @@ class ModelIterations(HostModel):
             if not self._is_prepared:  # An iteration that was dropped is not prepared again.
                 self.driver.prepare(self.num_done, num_micro_batches)
             self._is_prepared = True
+            self._facts.reshard, self._facts.selection = self.driver.reshard, self.driver.selection
             self.driver.begin(self.num_done, num_micro_batches)
         self._is_zero = False
 
@@ -146,8 +148,8 @@ class ModelIterations(HostModel):
         finally:
             self._is_scheduled = False
         if self.recorder is not None and self.recorder.wants_iteration(self.num_done + 1):
-            _synchronize()  # This wait costs nothing: the optimizer waits for the gradients' norm anyway.
-            self._facts.passes_s += time.perf_counter() - started_s
+            # This wait costs nothing: the optimizer waits for the gradients' norm anyway.
+            self._facts.passes_s += synchronized_s() - started_s
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -242,13 +244,9 @@ class ModelIterations(HostModel):
         number = self.num_done + 1
         self._num_done += 1
         if self.recorder is not None and self.recorder.wants_iteration(number):
-            _synchronize()  # The step's kernels must be in its time.
-            self._facts.iteration_s = time.perf_counter() - self._began_s
+            self._facts.iteration_s = synchronized_s() - self._began_s
             self._facts.grad_norm = grad_norm
-            moved, selected = (
-                (None, None) if self.driver is None else (self.driver.reshard, self.driver.selection)
-            )
-            self.recorder.record(number, self._facts, loads, moved, selected)
+            self.recorder.record(number, self._facts, loads)
 
     def _know(self, num_micro_batches: int) -> None:
         """Check all that is known once a model is about to train, and build what needs its optimizer."""
@@ -296,8 +294,3 @@ def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:
     if "layers" in common:
         common = common[: common.index("layers")]
     return ddp.get_submodule(".".join(common))
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -1,33 +1,12 @@
-"""Which errors and warnings ranks repeat."""
+"""Which rank prints an error that all ranks have."""
 
 import os
-import warnings
 
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry import bad_input
 from megatron_fssdp.megatron_adapter.entry.bad_input import report
-from megatron_fssdp.megatron_adapter.entry.launcher import show_warnings_once
-
-
-@pytest.mark.parametrize("rank", ["0", "3"])
-def test_other_ranks_do_not_repeat_the_warnings_of_libraries(
-    rank: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", {"RANK": rank})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        show_warnings_once()
-        for text, category, module in (
-            ("Apex is missing", UserWarning, "megatron.core.optimizer"),
-            ("deprecated", FutureWarning, "torch.utils.data"),
-            ("NaN", RuntimeWarning, "megatron.core.x"),
-            ("of the script", UserWarning, "__main__"),
-        ):
-            warnings.warn_explicit(text, category, "x.py", 1, module=module)
-    repeated = ["Apex is missing", "deprecated"] if rank == "0" else []
-    assert [str(one.message) for one in caught] == [*repeated, "NaN", "of the script"]
 
 
 @pytest.mark.parametrize(
