@@ -29,10 +29,7 @@ from megatron_fssdp.cli.doctor.devices import (
 from megatron_fssdp.config.run.megatron_options import quiet_output
 from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.support import capabilities
-from megatron_fssdp.megatron_adapter.support.capabilities import (
-    TESTED_VERSIONS,
-    pip_install,
-)
+from megatron_fssdp.megatron_adapter.support.capabilities import TESTED_VERSIONS, pip_install
 from megatron_fssdp.planning.compiled_form import REBUILD, kernel_form
 
 if TYPE_CHECKING:

@@ -61,7 +61,7 @@ def count(layer: MoELayer, routing_map: torch.Tensor) -> None:
 
 
 class StockLoads:
-    """The counts of a model's layers. It is made by all of its ranks, and collective over experts' ranks.
+    """The counts of a model's layers. To make them is collective over the layers' expert-parallel ranks.
 
     Layers whose tokens a CUDA graph dispatches are left out: it gives Megatron no routing map.
     """
