@@ -36,7 +36,7 @@ from megatron_fssdp.records.placements import PlacementsWriter
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 
-MOST_BYTES = 4 * 2**20
+MOST_SENT_BYTES = 4 * 2**20
 """Most bytes of single micro-batches that a rank sends in an iteration; rank 0 gets them from each."""
 
 _EQUAL_FIELDS = (
@@ -78,7 +78,7 @@ class RunRecorder:
         """
         is_logged = self._is_logged(iteration)
         single_bytes = sum(4 * len(load.micro_batches) * load.counts_DE.size for load in loads)
-        keeps = single_bytes <= MOST_BYTES and self.record_dir is not None
+        keeps = single_bytes <= MOST_SENT_BYTES and self.record_dir is not None
         records = gathered(facts, loads, of_micro_batches=keeps)
         stages = by_stage(records)
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
