@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_fssdp.config.strategy.strategy_registry import register_strategy
-    from megatron_fssdp.megatron_adapter.entry.attach import (
-        attach,
-        attach_from_environment,
-        get_gpt_decoder_block_spec,
-    )
+    from megatron_fssdp.megatron_adapter.entry.attach import attach, attach_from_environment
     from megatron_fssdp.megatron_adapter.entry.registration import register
     from megatron_fssdp.megatron_adapter.experts.named_copies import restore_owners
 
@@ -31,7 +27,6 @@ except PackageNotFoundError:  # the package is imported from its sources and was
 __all__ = [
     "attach",
     "attach_from_environment",
-    "get_gpt_decoder_block_spec",
     "register",
     "register_strategy",
     "restore_owners",
@@ -40,12 +35,11 @@ _ATTACH = "megatron_fssdp.megatron_adapter.entry.attach"
 _PLACES = {
     "attach": _ATTACH,
     "attach_from_environment": _ATTACH,
-    "get_gpt_decoder_block_spec": _ATTACH,
     "register": "megatron_fssdp.megatron_adapter.entry.registration",
     "register_strategy": "megatron_fssdp.config.strategy.strategy_registry",
     "restore_owners": "megatron_fssdp.megatron_adapter.experts.named_copies",
 }
-_REPLACED = ("start_session", "get_moe_module_spec", "get_bert_layer_spec")
+_REPLACED = ("start_session", "get_gpt_decoder_block_spec", "get_moe_module_spec", "get_bert_layer_spec")
 
 
 def __getattr__(name: str) -> Any:
@@ -56,6 +50,4 @@ def __getattr__(name: str) -> Any:
         )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_PLACES[name]), name)
-    globals()[name] = found  # Megatron's --spec looks into the module's dictionary.
-    return found
+    return getattr(import_module(_PLACES[name]), name)

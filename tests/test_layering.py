@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             "runtime",
             "records",
         },
-        {"numpy", "torch", "megatron", "packaging", "psutil", "transformer_engine"},
+        {"numpy", "torch", "megatron"},
     ),
     # Scripts that ranks run; they are started by their paths.
     "pretraining": ({"config", "data", "megatron_adapter"}, {"megatron", "torch"}),
@@ -64,7 +64,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
             *("config", "files", "planning", "strategies", "systems", "simulation", "records", "report"),
             *("data", "megatron_adapter", "launch"),
         },
-        {"numpy", "torch", "typer", "rich", "pydantic", "pydantic_core"},
+        {"numpy", "torch", "typer", "rich", "pydantic", "pydantic_core", "psutil", "packaging"},
     ),
     # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
     "<top>": ({"config", "megatron_adapter", "cli"}, set()),
@@ -111,7 +111,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "training": {"", "layer", "iterations"},
         "entry": {"", "cpu", "support", "checkpoints", "layer", "iterations", "training"},
     },
-    "cli": {"": {"analysis"}, "analysis": {""}},
+    "cli": {"": {"analysis", "doctor"}, "analysis": {""}, "doctor": {""}},
 }
 
 FORBIDDEN = {

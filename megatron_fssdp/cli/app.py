@@ -15,7 +15,7 @@ from megatron_fssdp.cli.analysis.commands import compare_command, report_command
 from megatron_fssdp.cli.check_command import check_command
 from megatron_fssdp.cli.configs_command import configs_command
 from megatron_fssdp.cli.data_command import data_build_command
-from megatron_fssdp.cli.doctor_command import doctor_command
+from megatron_fssdp.cli.doctor.doctor_command import doctor_command
 from megatron_fssdp.cli.profile_command import profile_command
 from megatron_fssdp.cli.train_command import train_command
 from megatron_fssdp.config.errors import ConfigurationError
@@ -82,16 +82,12 @@ def main() -> None:
         sys.exit(EXIT_BAD_INPUT)
     except typer.Abort:
         _fail("interrupted", EXIT_INTERRUPTED)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(f"{error.filename or 'output'}: cannot be written ({error.strerror}); free some space")
         if isinstance(error, PermissionError):
             _fail(f"{error.filename}: permission denied; let your user read it, or give another")
-        from megatron_fssdp.megatron_adapter.support.capabilities import broken_package_message
-
-        if (message := broken_package_message(error)) is None:
-            raise
-        _fail(message)
+        raise
 
 
 def _fail(message: str, code: int = EXIT_BAD_INPUT) -> None:

@@ -20,7 +20,7 @@ from megatron_fssdp.records.run_settings import RECORDED_RUN_HEADER, flat_settin
 _FIXED_KEYS = frozenset(f"training.{key}" for key in ("optimizer", "lr", "min_lr", "bf16", "fp16"))
 
 _FILES_OF_A_RUN = (
-    *("config.yaml", "overrides.yaml", "metrics.jsonl", "evaluations.jsonl", "loads.npy", "placements.npy"),
+    *("config.yaml", "overrides.yaml", "metrics.jsonl", "loads.npy", "placements.npy"),
     *("micro_batch_loads.npy", "log.txt", "checkpoints", "tensorboard", "torch_profile"),
 )
 _OVERRIDES_HEADER = "# What options of `megatron-fssdp train` changed in the YAML files; --resume keeps it.\n"

@@ -1,6 +1,6 @@
-"""``metrics.jsonl`` and ``evaluations.jsonl`` of a run: what they say about an iteration or an evaluation.
+"""``metrics.jsonl`` of a run: what it says about an iteration.
 
-Both have one line of JSON for each entry. A killed run loses at most the line that it was writing. Of what a
+It has one line of JSON for each of them. A killed run loses at most the line that it was writing. Of what a
 resumed run repeats, only the repetition counts.
 """
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import to_json
@@ -19,7 +19,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files.json_records import Count, parse_record
 from megatron_fssdp.files.written_files import cannot_write
 
-METRICS_FILE, EVALUATIONS_FILE = "metrics.jsonl", "evaluations.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 _MOST_LINE_BYTES = 1 << 20  # of an iteration's line
 
@@ -126,20 +126,6 @@ class IterationMetrics:
     selections: tuple[SelectionMetrics, ...] = ()  # of ``auto`` before the iteration, one for each stage
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of one evaluation."""
-
-    iteration: Count  # number of iterations for which the model had been trained
-    data: str  # ``validation`` or ``test``, with the name of the set if there are several
-    losses: dict[str, Loss]  # means, by Megatron's name for them, such as ``lm loss``
-
-    @property
-    def loss(self) -> float:
-        """The first loss, which is the language model's."""
-        return next(iter(self.losses.values()), math.nan)
-
-
 class MetricsWriter:
     """Appends one :class:`IterationMetrics` for each iteration. A resumed run continues the file.
 
@@ -149,7 +135,7 @@ class MetricsWriter:
 
     def __init__(self, record_dir: Path | str) -> None:
         self._path, self._has_begun = Path(record_dir) / METRICS_FILE, False
-        _append_lines(self._path)
+        self._add()
 
     def append(self, record: IterationMetrics) -> None:
         """Write an iteration as one line."""
@@ -157,7 +143,21 @@ class MetricsWriter:
             with suppress(OSError):  # read_metrics ignores what is repeated, so the run goes on
                 _drop_from(self._path, record.iteration)
         self._has_begun = True
-        _append_lines(self._path, record)
+        self._add(record)
+
+    def _add(self, *records: IterationMetrics) -> None:
+        """Add lines, after a half-written last line is cut."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a+b") as file:
+                if end := file.tell():
+                    file.seek(end - 1)
+                    if file.read() != b"\n":
+                        file.truncate(self._path.read_bytes().rfind(b"\n") + 1)
+                # JSON has no NaN and no infinity, so these become null.
+                file.writelines(to_json(record, inf_nan_mode="null") + b"\n" for record in records)
+        except OSError as error:
+            raise cannot_write(self._path, "record_dir", error) from None
 
 
 def _drop_from(path: Path, iteration: int) -> None:
@@ -173,8 +173,21 @@ def _drop_from(path: Path, iteration: int) -> None:
 
 def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
     """Read the metrics of a run in the order of iterations, or raise a ConfigurationError."""
-    found: list[IterationMetrics] = []
-    for record in _read_lines(Path(record_dir) / METRICS_FILE, IterationMetrics):
+    path, found = Path(record_dir) / METRICS_FILE, list[IterationMetrics]()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = parse_record(IterationMetrics, line)
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # the run was killed while it wrote this line, or is writing it now
+            raise ConfigurationError(
+                f"{path}: line {number} is damaged or incomplete ({error}); delete this line or record the "
+                "run again"
+            ) from None
         while found and found[-1].iteration >= record.iteration:
             found.pop()
         found.append(record)
@@ -189,59 +202,6 @@ def last_metrics(path: Path) -> IterationMetrics | None:
         lines = content[: content.rfind(b"\n") + 1].splitlines()
         return parse_record(IterationMetrics, lines[-1]) if lines else None
     return None
-
-
-def append_evaluation(record_dir: Path, evaluation: Evaluation) -> None:
-    """Add an evaluation to the file of a run, or raise a ConfigurationError."""
-    _append_lines(record_dir / EVALUATIONS_FILE, evaluation)
-
-
-def read_evaluations(record_dir: Path) -> tuple[Evaluation, ...]:
-    """Read the evaluations of a run in the order of iterations, or raise a ConfigurationError.
-
-    There are none if the run has no such file.
-    """
-    path = record_dir / EVALUATIONS_FILE
-    found: dict[tuple[int, str], Evaluation] = {}
-    for new in _read_lines(path, Evaluation) if path.exists() else ():
-        found = {key: old for key, old in found.items() if key[0] <= new.iteration}
-        found.pop((new.iteration, new.data), None)
-        found[new.iteration, new.data] = new
-    return tuple(found.values())
-
-
-def _append_lines(path: Path, *records: Any) -> None:
-    """Add dataclasses to a file, each as one line, after a half-written last line is cut."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:
-            if end := file.tell():
-                file.seek(end - 1)
-                if file.read() != b"\n":
-                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
-            # JSON has no NaN and no infinity, so these become null.
-            file.writelines(to_json(record, inf_nan_mode="null") + b"\n" for record in records)
-    except OSError as error:
-        raise cannot_write(path, "record_dir", error) from None
-
-
-def _read_lines[RecordT](path: Path, record_cls: type[RecordT]) -> list[RecordT]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable(path, error) from None
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(parse_record(record_cls, line))
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break  # the run was killed while it wrote this line, or is writing it now
-            raise ConfigurationError(
-                f"{path}: line {number} is damaged or incomplete ({error}); delete this line or record the "
-                "run again"
-            ) from None
-    return records
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:

@@ -24,12 +24,10 @@ from megatron_fssdp.records.loads import (
     read_micro_batch_loads,
 )
 from megatron_fssdp.records.metrics import (
-    Evaluation,
     IterationMetrics,
     LayerMetrics,
     PassMetrics,
     RunSession,
-    read_evaluations,
     read_metrics,
 )
 from megatron_fssdp.records.placements import PLACEMENTS_FILE, RecordedPlacements, read_placements
@@ -60,7 +58,6 @@ class RecordedRun:
     metrics: tuple[IterationMetrics, ...]  # of at least one iteration, in order
     session: RunSession | None  # the last start of the training that recorded itself
     asked_iterations: int | None  # number of the last iteration that the run was asked to train
-    evaluations: tuple[Evaluation, ...]  # on validation and test data, in the order of iterations
     settings: dict[str, Any]  # content of ``config.yaml`` by dotted key; empty without this file
     loads: RecordedLoads | None  # None if they are not there, or damaged
     placements: RecordedPlacements | None
@@ -153,7 +150,6 @@ def load(run: Path | str) -> RecordedRun:
         tuple(metrics),
         session,
         asked if isinstance(asked, int) else None,
-        read_evaluations(path),
         settings,
         _optional(path / LOADS_FILE, read_loads, problems),
         _optional(path / PLACEMENTS_FILE, read_placements, problems),

@@ -110,11 +110,6 @@ def measures_of(run: RecordedRun, first: RecordedRun | None = None) -> Iterator[
     yield Measure("iterations", "iterations", len(run.metrics), iterations)
     for which, loss in (("first", float(run.losses[0])), ("last", float(run.losses[-1]))):
         yield Measure(f"{which}_loss", f"loss: {which}", loss, f"{loss:.4f}")
-    for data in ("validation", "test"):
-        of_data = (evaluation for evaluation in reversed(run.evaluations) if evaluation.data.startswith(data))
-        if last := next(of_data, None):
-            text = f"{last.loss:.4f} ({last.iteration:,})"
-            yield Measure(f"{data}_loss", f"loss: {data} (after iteration)", last.loss, text)
     if first not in (None, run):
         difference = largest_difference(first, run)
         text = "no common iteration" if difference is None else f"{difference:.1e} relative"

@@ -112,20 +112,7 @@ def _loss_section(runs: Sequence[ShownRun]) -> Section:
                 words = f"{shown.name}: resumed with {start.session.strategy}"
                 line = {"color": shown.colour, "dash": "dot", "width": 1}
                 figure.add_vline(start.iteration - 0.5, line=line, annotation_text=words)
-        for data in dict.fromkeys(evaluation.data for evaluation in shown.run.evaluations):
-            found = [evaluation for evaluation in shown.run.evaluations if evaluation.data == data]
-            symbol = "circle-open" if data == "validation" else "diamond-open"
-            figure.add_scatter(
-                x=[made.iteration for made in found],
-                y=[made.loss for made in found],
-                name=f"{shown.name}, {data}",
-                mode="markers",
-                marker={"color": shown.colour, "size": 8, "symbol": symbol},
-                hovertemplate=f"iteration %{{x}}: %{{y:.4f}}<extra>{shown.name}, {data}</extra>",
-            )
     sentence = "Language-model loss of each iteration, as Megatron reports it."
-    if any(shown.run.evaluations for shown in runs):
-        sentence += " Points: losses on data that is not trained."
     if len(runs) > 1:
         sentence += (
             " Runs with the same seed and data should have the same curve, because placement changes only "

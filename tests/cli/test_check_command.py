@@ -68,7 +68,7 @@ def test_a_right_command_is_ok(runs: Callable[..., tuple[object, str, str]], tmp
         (f"MEGATRON_FSSDP_DEVICE=cuda {TORCHRUN} {GPT}", "finds no CUDA device"),
         (
             f"{TORCHRUN} {GPT} --tokenizer-type TikTokenizer --tokenizer-model nowhere.json",
-            "--tokenizer-model nowhere.json: ",
+            "nowhere.json",
         ),
         ("torchrun --nproc-per-node 2 train.py", "script train.py: no such file"),
         ("python train.py", "got python train.py, wanted the command of a training"),

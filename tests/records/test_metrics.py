@@ -9,13 +9,10 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files.json_records import parse_record
 from megatron_fssdp.records.metrics import (
-    Evaluation,
     IterationMetrics,
     LayerMetrics,
     MetricsWriter,
-    append_evaluation,
     last_metrics,
-    read_evaluations,
     read_metrics,
 )
 from tests.full_disk import room_for
@@ -59,18 +56,15 @@ def test_keys_of_other_versions_are_ignored_or_zero() -> None:
 def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
     writer = MetricsWriter(tmp_path)
     writer.append(record(1))
-    append_evaluation(tmp_path, Evaluation(2, "validation", {"lm loss": 5.0}))
-    for name, read in (("metrics", read_metrics), ("evaluations", read_evaluations)):
-        with (tmp_path / f"{name}.jsonl").open("a") as file:
-            file.write(line + "\n")
-        with pytest.raises(ConfigurationError, match=rf"{name}\.jsonl: line 2 is damaged or incomplete"):
-            read(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigurationError, match=r"metrics\.jsonl: line 2 is damaged or incomplete"):
+        read_metrics(tmp_path)
 
 
 def test_missing_and_impossible_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no such file"):
         read_metrics(tmp_path)
-    assert read_evaluations(tmp_path) == ()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="record_dir"):
         MetricsWriter(tmp_path / "file" / "run")
@@ -103,13 +97,3 @@ def test_a_resumed_run_leaves_one_line_for_each_iteration_and_the_last_one_is_se
         file.write('{"iteration": 7, "lm_')  # is being written
     assert last_metrics(path) == record(6)
     assert last_metrics(tmp_path / "none.jsonl") is None
-
-
-def test_a_resumed_run_replaces_the_evaluations_that_it_repeats(tmp_path: Path) -> None:
-    for iteration, data in ((2, "validation"), (4, "validation"), (4, "test"), (6, "validation")):
-        append_evaluation(tmp_path, Evaluation(iteration, data, {"lm loss": float(iteration)}))
-    append_evaluation(tmp_path, Evaluation(4, "validation", {"lm loss": math.nan, "sop loss": 1.0}))
-    found = read_evaluations(tmp_path)
-    kept = [(2, "validation"), (4, "test"), (4, "validation")]
-    assert [(one.iteration, one.data) for one in found] == kept
-    assert math.isnan(found[-1].loss)

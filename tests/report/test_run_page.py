@@ -7,11 +7,9 @@ import pytest
 
 from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
 from megatron_fssdp.records.metrics import (
-    Evaluation,
     IterationMetrics,
     MetricsWriter,
     SelectionMetrics,
-    append_evaluation,
     read_metrics,
 )
 from megatron_fssdp.records.placements import read_placements
@@ -98,17 +96,12 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert "fssdp: experts moved to new owners 1 time." in page.texts[REPLICAS]
 
 
-def test_validation_losses_and_stops_are_shown(tmp_path: Path) -> None:
+def test_stops_are_shown(tmp_path: Path) -> None:
     folder = write_made_run(tmp_path / "x")
-    for iteration, data in ((2, "validation"), (4, "validation"), (4, "test")):
-        append_evaluation(folder, Evaluation(iteration, data, {"lm loss": 5.0 + iteration}))
     with (folder / "log.txt").open("a") as log:
         log.write("[fssdp] stopped after iteration 3: rank 1: killed by SIGKILL\n")
     page = page_of(folder)
-    shown = {trace["name"]: (trace["x"], trace["y"]) for trace in page.figures[LOSS][0]["data"][1:]}
-    assert shown == {"fssdp, validation": ([2, 4], [7.0, 9.0]), "fssdp, test": ([4], [9.0])}
     assert "stopped after iteration 3: rank 1: killed by SIGKILL" in page.texts["interruptions"]
-    assert "9.0000 (4)" in page.texts[FIGURES]
 
 
 def test_loads_between_micro_batches_are_shown(tmp_path: Path) -> None:

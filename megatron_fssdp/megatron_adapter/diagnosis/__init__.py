@@ -1,1 +1,1 @@
-"""Checks of ``doctor``, which continue if torch or Megatron is missing, and the profiler of a cluster."""
+"""The profiler of a cluster."""

@@ -6,9 +6,7 @@ Ranks run the same checks when Megatron validates its arguments (:mod:`.registra
 import argparse
 import os
 import traceback
-from collections.abc import Callable, Sequence
-from copy import copy
-from importlib.util import find_spec
+from collections.abc import Sequence
 from inspect import unwrap
 from typing import Any, NoReturn
 from unittest import mock
@@ -22,10 +20,10 @@ from megatron_fssdp.config.loading import closest
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.run.megatron_arguments import ON_CPU
 from megatron_fssdp.config.run.megatron_options import quiet_output
-from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
+from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
-from megatron_fssdp.megatron_adapter.entry.attach import asked_by_environment
+from megatron_fssdp.megatron_adapter.entry.attach import add_strategy_options
 from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
@@ -73,28 +71,7 @@ def check_arguments(
         fit_to_cpu(args)
     requested_by(args)
     if on_cpu or ranks_here is not None:
-        _validate(args, on_cpu)
-    if ranks_here is not None and args.tokenizer_model is not None:
-        with quiet_output():
-            loaded_tokenizer(build_tokenizer, copy(args))  # it writes sizes into the arguments
-
-
-def loaded_tokenizer(build: Callable[..., Any], args: Any, *rest: Any, **options: Any) -> Any:
-    """Build Megatron's tokenizer, or raise an error that names it."""
-    asked = f"--tokenizer-type {args.tokenizer_type} --tokenizer-model {args.tokenizer_model}"
-    if args.tokenizer_type == "HuggingFaceTokenizer" and find_spec("transformers") is None:
-        raise ConfigurationError(
-            f"{asked}: needs the package transformers, which is not installed; install it with `pip install "
-            "transformers`, or take another tokenizer"
-        )
-    try:
-        return build(args, *rest, **options)
-    except Exception as error:  # errors of tokenizers and of the network have many types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigurationError(
-            f"{asked}: Megatron cannot load it ({reason}); give a tokenizer that is on this machine or can "
-            "be downloaded"
-        ) from error
+        _validate(args, on_cpu, with_tokenizer=ranks_here is not None and args.tokenizer_model is not None)
 
 
 def check_devices(num_ranks: int) -> None:
@@ -118,33 +95,12 @@ def add_strategy_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         raise ConfigurationError(message)
 
     parser.error = refuse  # type: ignore[method-assign]
-    asked, asked_settings = asked_by_environment()
     # Of several actions for one argument, the first has the default. A text is parsed like a given one.
     for action in reversed(parser._actions):
         _defaults[action.dest] = (
             parser._get_value(action, action.default) if type(action.default) is str else action.default
         )
-    strategies = "; ".join(f"{name} ({entry.summary})" for name, entry in STRATEGIES.items())
-    group = parser.add_argument_group(title="MoE strategy (megatron_fssdp)")
-    group.add_argument(
-        "--moe-strategy",
-        default=asked or "none",
-        metavar="NAME",
-        # argparse formats help texts with the % operator, so a per cent sign must be doubled.
-        help=f"How experts are placed: {strategies}.".replace("%", "%%"),
-    )
-    group.add_argument(
-        "--moe-strategy-config",
-        metavar="FILE.yaml",
-        help="YAML file with the settings of the strategy, one flat key per line.",
-    )
-    group.add_argument(
-        "--moe-strategy-set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=asked_settings,
-        help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
-    )
+    add_strategy_options(parser.add_argument_group(title="MoE strategy (megatron_fssdp)"))
     return parser
 
 
@@ -171,7 +127,7 @@ def requested_by(args: Any, host: HostSettings | None = None) -> Attachment:
     return Attachment(name, settings, host)
 
 
-def _validate(args: Any, on_cpu: bool) -> None:
+def _validate(args: Any, on_cpu: bool, *, with_tokenizer: bool) -> None:
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
     if on_cpu:
         variables[cpu_runtime.DEVICE_VARIABLE] = "cpu"
@@ -180,9 +136,11 @@ def _validate(args: Any, on_cpu: bool) -> None:
             cpu_runtime.install()
             unwrap(arguments.validate_args)(args)
             argument_utils.core_transformer_config_from_args(args)
+            if with_tokenizer:
+                build_tokenizer(args)
     except ConfigurationError:
         raise
     except (Exception, SystemExit) as error:
-        lines = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()  # also of tokenizers and of the network
         reason = lines[0] if lines else traceback.extract_tb(error.__traceback__)[-1].line
         raise ConfigurationError(f"Megatron refuses the arguments: {reason}") from None

@@ -4,15 +4,11 @@ Only megatron-core is touched. Megatron-LM's command line (:mod:`.registration`)
 """
 
 import os
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.gpt import gpt_layer_specs
-
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy, strategy_settings
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.iterations import core_seams
@@ -63,41 +59,6 @@ def attach_from_environment(*_: Any, **__: Any) -> Attachment | None:
     return use(Attachment(name, resolve_strategy(name, None, settings)))
 
 
-def get_gpt_decoder_block_spec(
-    *given: Any,
-    vp_stage: int | None = None,  # Megatron looks for this name in the signature.
-    strategy: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    """Return Megatron's GPT decoder block spec of this pipeline stage, after a strategy is attached.
-
-    Hosts take it by name, as in ``--spec megatron_fssdp get_gpt_decoder_block_spec``, and so import the
-    plugin on every rank, also in Ray workers. The strategy is ``strategy`` with its ``settings``, else that
-    of the command line, or of the environment. Positional arguments are those of Megatron's function,
-    ``config`` and ``use_transformer_engine``, or those of slime: parsed arguments, ``config`` and the stage.
-    Transformer Engine is used by default if it is there and the config asks for it.
-
-    Raises:
-        ConfigurationError: Nothing asks for a strategy.
-    """
-    if strategy is not None:
-        attach(strategy, settings)
-    elif current() is None and attach_from_environment() is None:
-        raise ConfigurationError(
-            "spec: got no strategy, wanted one; pass a name such as strategy='fssdp', set "
-            "MEGATRON_FSSDP_STRATEGY, or start the script with python -m megatron_fssdp and --moe-strategy"
-        )
-    if isinstance(given[0], Namespace):  # slime's form: (args, config, vp_stage)
-        given, vp_stage = given[1:2], given[2] if len(given) > 2 else vp_stage
-    config, *rest = given
-    uses_te = options.pop("use_transformer_engine", rest[0] if rest else None)
-    if uses_te is None:
-        uses_te = HAVE_TE and config.transformer_impl == "transformer_engine"
-    wanted = {"normalization": config.normalization, "qk_l2_norm": config.qk_l2_norm, **options}
-    return gpt_layer_specs.get_gpt_decoder_block_spec(config, uses_te, vp_stage=vp_stage, **wanted)
-
-
 def asked_by_environment() -> tuple[str | None, list[str]]:
     """Strategy and settings (``key=value``) of environment variables; ``None`` without a strategy."""
     name, settings = os.environ.get(STRATEGY_VARIABLE) or None, os.environ.get(SETTINGS_VARIABLE, "")
@@ -107,6 +68,31 @@ def asked_by_environment() -> tuple[str | None, list[str]]:
             f"{SETTINGS_VARIABLE}: got {settings}, but no strategy, wanted both; set {STRATEGY_VARIABLE}"
         )
     return name, pairs
+
+
+def add_strategy_options(to: Any) -> None:
+    """Add ``--moe-strategy`` and its settings to a parser or a group; the environment has their defaults."""
+    name, settings = asked_by_environment()
+    strategies = "; ".join(f"{one} ({entry.summary})" for one, entry in STRATEGIES.items())
+    to.add_argument(
+        "--moe-strategy",
+        default=name or "none",
+        metavar="NAME",
+        # argparse formats help texts with the % operator, so a per cent sign must be doubled.
+        help=f"How experts are placed: {strategies}.".replace("%", "%%"),
+    )
+    to.add_argument(
+        "--moe-strategy-config",
+        metavar="FILE.yaml",
+        help="YAML file with the settings of the strategy, one flat key per line.",
+    )
+    to.add_argument(
+        "--moe-strategy-set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=settings,
+        help="One setting of the strategy, for example slots=2. It can be repeated and overrides the file.",
+    )
 
 
 def use(attachment: Attachment) -> Attachment:

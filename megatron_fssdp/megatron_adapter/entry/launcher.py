@@ -4,7 +4,6 @@ import argparse
 import os
 import runpy
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -12,7 +11,6 @@ from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry.bad_input import EXIT_BAD_INPUT, report
-from megatron_fssdp.megatron_adapter.support.capabilities import broken_package_message
 
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py|-m MODULE ARGS… [--moe-strategy NAME]"
 
@@ -24,16 +22,9 @@ def launch(arguments: Sequence[str]) -> None:
     plugin's arguments. Elsewhere the strategy is that of ``--moe-strategy`` among the arguments, which the
     script must ignore, or of the environment. Invalid input ends the process by one line and exit code 2.
     """
-    show_warnings_once()
     try:
         run = _program(list(arguments))
-        try:
-            _turn_on(arguments)
-        except Exception as error:
-            # An incomplete installation of an optional package ends the import of Megatron.
-            if message := broken_package_message(error):
-                raise ConfigurationError(message) from error
-            raise
+        _turn_on(arguments)
         run()
     except ConfigurationError as error:
         report(error)
@@ -51,17 +42,14 @@ def _turn_on(arguments: Sequence[str]) -> None:
         register(by_launcher=True)
     # These import Megatron.
     from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
-    from megatron_fssdp.megatron_adapter.entry.attach import asked_by_environment, use
+    from megatron_fssdp.megatron_adapter.entry.attach import add_strategy_options, use
     from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment
 
-    name, settings = asked_by_environment()
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--moe-strategy", default=name)
-    parser.add_argument("--moe-strategy-config")
-    parser.add_argument("--moe-strategy-set", action="append", default=settings)
+    add_strategy_options(parser)
     asked, _ = parser.parse_known_args(list(arguments))
-    if asked.moe_strategy not in (None, "none"):
-        found = resolve_strategy(asked.moe_strategy, asked.moe_strategy_config, asked.moe_strategy_set)
+    found = resolve_strategy(asked.moe_strategy, asked.moe_strategy_config, asked.moe_strategy_set)
+    if asked.moe_strategy != "none" or found.record_dir is not None:  # Without records, none needs nothing.
         use(Attachment(asked.moe_strategy, found))
 
 
@@ -89,16 +77,3 @@ def shipped_scripts() -> dict[str, Path]:
     """Return the package's training scripts by name, which is the same on every machine."""
     package = Path(__file__).parents[2]
     return {path.stem: path for path in sorted(package.glob("pretraining/pretrain_*.py"))}
-
-
-def show_warnings_once() -> None:
-    """Leave the warnings that Megatron and torch repeat on every rank to rank 0.
-
-    Errors of all ranks are shown, and so are warnings on numbers (RuntimeWarning) and those of other modules.
-    """
-    if os.environ.get("RANK", "0") == "0":
-        return
-    for category in (UserWarning, FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"(megatron|torch)\.")
-    # Processes that a rank starts, such as those that write checkpoints, import Megatron again.
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")

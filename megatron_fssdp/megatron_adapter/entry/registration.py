@@ -5,7 +5,6 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-import torch.distributed as dist
 from megatron.training import arguments, global_vars, training
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -15,7 +14,6 @@ from megatron_fssdp.megatron_adapter.entry.argument_check import (
     add_strategy_arguments,
     check_devices,
     fit_to_cpu,
-    loaded_tokenizer,
     requested_by,
 )
 from megatron_fssdp.megatron_adapter.entry.attach import use
@@ -24,7 +22,7 @@ from megatron_fssdp.megatron_adapter.iterations.attachment import set_current
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.megatron_adapter.support import megatron_repairs
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
-from megatron_fssdp.megatron_adapter.training import training_hooks
+from megatron_fssdp.megatron_adapter.training.training_hooks import train_and_tell
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 
@@ -74,7 +72,6 @@ def _wrap_megatron() -> None:
     # This is the last step before process groups exist, so invalid input is refused here.
     def validate_args(validate: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         cpu_runtime.check_arguments(args)
-        check_started_as_rank()
         if not on_cpu:
             check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         requested = requested_by(args, _host_of(args))
@@ -90,26 +87,15 @@ def _wrap_megatron() -> None:
     wrap(arguments, "add_megatron_arguments", add_megatron_arguments)
     wrap(arguments, "parse_args", parse_args)
     wrap(arguments, "validate_args", validate_args)
-    wrap(global_vars, "build_tokenizer", loaded_tokenizer)
 
     # Megatron looks up the functions of its training loop in this module at call time.
-    training_hooks.wrap_training(training)
+    wrap(training, "train", train_and_tell)
 
     # Megatron's BERT ignores --num-experts without a warning, under every strategy including `none`.
     if find_spec("megatron.core.models.bert") is not None:
         from megatron_fssdp.megatron_adapter.layer import bert_layers
 
         bert_layers.install()
-
-
-def check_started_as_rank() -> None:
-    """Raise a ConfigurationError if variables of torchrun are missing, which a single rank needs too."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing and not dist.is_initialized():
-        raise ConfigurationError(
-            f"no ranks: {' and '.join(missing)} not set, wanted a process that torchrun has started; run "
-            "torchrun --standalone --nproc-per-node=N -m megatron_fssdp SCRIPT.py ARGS…"
-        )
 
 
 def _host_of(args: Any) -> HostSettings:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.sparse import slot_exchange
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
@@ -73,28 +73,23 @@ class ExpertResharding:
 
         ``what`` names the operation at errors.
         """
-        device = self.slots[0][0].device
-        started_s = _synchronized_s(device)
+        started_s = synchronized_s()
         quantities = self.quantities()
         _finish_parameter_gathers(self.model_chunks)
         with naming_failures(what):
             slot_exchange.exchange_slots(self.expert_parallel, moves, quantities, are_copies=are_copies)
         slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
         leaving = sum(move.source_device != move.device for move in moves)
-        return ReshardReport(len(moves), leaving * slot_bytes, _synchronized_s(device) - started_s)
+        return ReshardReport(len(moves), leaving * slot_bytes, synchronized_s() - started_s)
 
     def agree_on(self, digest: bytes, what: str) -> None:
         """Raise a RuntimeError on all ranks of both groups unless they have the same digest of ``what``."""
-        disagreement = None
-        try:
-            check_agreement(digest, self.expert_parallel, what)
-        except RuntimeError as error:
-            # The other ranks of the expert-data-parallel group may have passed the first check. They wait in
-            # the second one, so this rank must take part in it, with a digest that differs from theirs.
-            disagreement, digest = error, b"disagreement"
-        check_agreement(digest, self.expert_data_parallel, what)
-        if disagreement is not None:
-            raise disagreement
+        of_devices = of_all_ranks(digest, self.expert_parallel)
+        if len(set(chain(*of_all_ranks(of_devices, self.expert_data_parallel)))) > 1:
+            raise RuntimeError(
+                f"[fssdp] {what} is not the same on all ranks with experts of a pipeline stage, each of "
+                "which plans it alone; look for loads, settings or random numbers that differ between ranks"
+            )
 
 
 class ExpertSlots:
@@ -227,9 +222,10 @@ class ExpertSlots:
             gradient_sync.await_parameters(self._experts[index].module)
 
 
-def _synchronized_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def synchronized_s() -> float:
+    """The time of the host after all work of the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, StrategySettings
@@ -19,7 +20,7 @@ from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
 from megatron_fssdp.megatron_adapter.experts.named_copies import install_exports
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings, check_equal
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
-from megatron_fssdp.megatron_adapter.layer.moe_layer import join, numbers_of
+from megatron_fssdp.megatron_adapter.layer.moe_layer import join, places_of
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession, nccl_options
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Attachment:
                 "(decentralized groups), wanted those of initialize_model_parallel(); use them, "
                 "or --moe-strategy none"
             )
-        numbers = numbers_of(module)
+        numbers = set(places_of(module).values())
         model = next(reversed(self.models), None)
         # With virtual stages, a model of this rank has several chunks, which are wrapped one after another.
         if model is None or len(model.chunks) == model.num_chunks or numbers & model.numbers:
@@ -74,9 +75,8 @@ class Attachment:
         named = {f"--moe-strategy-set {key}": value for key, value in asked.items()}
         check_equal({"--moe-strategy": self.name, **named}, devices)
         if isinstance(self.settings, PlacementSettings):
-            settings, why = self._may_move(self.settings)
+            settings = self._may_move(self.settings)
             session = StrategySession(self.name, settings, nccl_options(host))
-            session.keeps_owners = why
             session.check_model(*host.sources)
             checkpoint_hints.add(session)
             install_exports()
@@ -85,19 +85,20 @@ class Attachment:
         self._models.append(weakref.ref(model))
         return model
 
-    def _may_move(self, settings: PlacementSettings) -> tuple[PlacementSettings, str]:
-        """Settings under which owners move only if that is safe or asked for, and why they do not move."""
+    def _may_move(self, settings: PlacementSettings) -> PlacementSettings:
+        """Settings under which owners move only if that is safe or asked for."""
         is_asked = "reshard_interval" in settings.model_fields_set
         if is_asked or not self.host.exports_by_name or not hasattr(settings, "reshard_interval"):
-            return settings, ""
+            return settings
         if self.name == "smartmoe":
             raise ConfigurationError(
                 "--moe-strategy smartmoe: got a host that may read experts by name (weight sync, exports), "
                 "wanted your word that experts may move; set reshard_interval=N, and call "
                 "megatron_fssdp.restore_owners(model) before such reads"
             )
-        why = "this host may read experts by name; reshard_interval=N allows moves"
-        return settings.model_copy(update={"reshard_interval": 0}), why
+        said = "this host may read experts by name, so owners do not move; reshard_interval=N allows moves"
+        log_single_rank(logger, logging.INFO, f"[fssdp] {said}")
+        return settings.model_copy(update={"reshard_interval": 0})
 
     def _tell_absence(self) -> None:
         if not self.has_joined and current() is self and os.environ.get("RANK", "0") == "0":

@@ -117,11 +117,6 @@ def refused_together() -> Iterator[None]:
         raise reason or ConfigurationError(first)
 
 
-def check_equal_settings(model: HostModel) -> None:
-    """Refuse, on all ranks, those with different settings or another request for boards. Collective."""
-    check_equal(_facts(model))
-
-
 def check_equal(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Refuse, on all ranks of a group, ranks with different facts. Collective."""
     of_ranks = dict(zip(dist.get_process_group_ranks(group), of_all_ranks(facts, group), strict=True))
@@ -137,7 +132,8 @@ def check_equal(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -
                 )
 
 
-def _facts(model: HostModel) -> dict[str, Any]:
+def planning_facts(model: HostModel) -> dict[str, Any]:
+    """What the plans of a rank depend on, or its part in collectives, by names for the user."""
     settings = model.settings.model_dump(mode="json")
     # Only rank 0 writes records, but all ranks measure for them.
     is_recorded = settings.pop("record_dir", None) is not None

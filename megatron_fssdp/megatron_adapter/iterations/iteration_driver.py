@@ -188,10 +188,8 @@ class IterationDriver:
             self._told()
 
     def _tell_exchange(self) -> None:
-        planned = {layer.context.layer: layer.passes.plan for layer in self.runtime.layers}
-        numbers = {
-            number for number, plan in planned.items() if plan and plan.deduplicated
-        } - self._told_exchange
+        layers = (one for one in self.runtime.layers if one.passes.plan and one.passes.plan.deduplicated)
+        numbers = {layer.context.layer for layer in layers} - self._told_exchange
         self._told_exchange |= numbers
         if numbers and reports_for_stage():
             logger.info(

@@ -23,15 +23,18 @@ from torch.utils._pytree import tree_leaves
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
+from megatron_fssdp.megatron_adapter.experts.expert_slots import synchronized_s
 from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     HostModel,
-    check_equal_settings,
+    check_equal,
     optimizer_of,
+    planning_facts,
     refused_together,
 )
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
-from megatron_fssdp.megatron_adapter.iterations.run_recorder import IterationFacts, RunRecorder
+from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder
+from megatron_fssdp.megatron_adapter.iterations.stage_records import IterationFacts
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
 from megatron_fssdp.megatron_adapter.iterations.training_reports import report_installation
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
@@ -58,8 +61,7 @@ class ModelIterations(HostModel):
         self._num_done = 0
         self._facts = IterationFacts()
         self._began_s = 0.0
-        is_recorded = self.settings.record_dir is not None or self.host.has_boards
-        self._stock = StockLoads() if self.session is None and is_recorded else None
+        self._stock: StockLoads | None = None  # under none, with records
         if self.session is not None:
             self.session.slots.before_home, self.session.slots.on_move = self._leave, self._note_move
             self.session.runtime.measure |= self.host.has_boards  # Layers read this when they join.
@@ -68,9 +70,7 @@ class ModelIterations(HostModel):
         """Add a chunk that DDP has wrapped."""
         self.chunks.append(ddp)
         if self.session is not None:
-            install_beginnings([ddp])
-        if self._stock is not None:
-            self._stock.add(ddp)
+            install_beginnings(ddp)
         if (root := _root_of(ddp)) is not None:
             wrap(root, "forward", partial(self._run_root, root))
 
@@ -108,10 +108,9 @@ class ModelIterations(HostModel):
             self._know(num_micro_batches)
         if self._is_frozen:
             return
-        runtime = None if self.session is None else self.session.runtime
         if self._is_open:
-            if runtime is not None:
-                runtime.expect(num_micro_batches)
+            if self.session is not None:
+                self.session.runtime.expect(num_micro_batches)
             return
         self._is_open, self._began_s, self._facts = True, time.perf_counter(), IterationFacts()
         if self._stock is not None:
@@ -121,6 +120,7 @@ class ModelIterations(HostModel):
             if not self._is_prepared:  # An iteration that was dropped is not prepared again.
                 self.driver.prepare(self.num_done, num_micro_batches)
             self._is_prepared = True
+            self._facts.reshard, self._facts.selection = self.driver.reshard, self.driver.selection
             self.driver.begin(self.num_done, num_micro_batches)
         self._is_zero = False
 
@@ -148,8 +148,8 @@ class ModelIterations(HostModel):
         finally:
             self._is_scheduled = False
         if self.recorder is not None and self.recorder.wants_iteration(self.num_done + 1):
-            _synchronize()  # This wait costs nothing: the optimizer waits for the gradients' norm anyway.
-            self._facts.passes_s += time.perf_counter() - started_s
+            # This wait costs nothing: the optimizer waits for the gradients' norm anyway.
+            self._facts.passes_s += synchronized_s() - started_s
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -244,13 +244,9 @@ class ModelIterations(HostModel):
         number = self.num_done + 1
         self._num_done += 1
         if self.recorder is not None and self.recorder.wants_iteration(number):
-            _synchronize()  # The step's kernels must be in its time.
-            self._facts.iteration_s = time.perf_counter() - self._began_s
+            self._facts.iteration_s = synchronized_s() - self._began_s
             self._facts.grad_norm = grad_norm
-            moved, selected = (
-                (None, None) if self.driver is None else (self.driver.reshard, self.driver.selection)
-            )
-            self.recorder.record(number, self._facts, loads, moved, selected)
+            self.recorder.record(number, self._facts, loads)
 
     def _know(self, num_micro_batches: int) -> None:
         """Check all that is known once a model is about to train, and build what needs its optimizer."""
@@ -271,18 +267,16 @@ class ModelIterations(HostModel):
         if optimizer is None:  # All that this rank has is frozen.
             optimizer = SimpleNamespace(chained_optimizers=[], config=SimpleNamespace())
         self.host = self.host.with_sources(optimizer.config)
-        check_equal_settings(self)
+        check_equal(planning_facts(self))
         if self.session is not None:
             self.session.check_model(*self.host.sources)
             report_installation(self)
             self.driver = IterationDriver(self, optimizer, num_micro_batches)
-        self.open_records()
-
-    def open_records(self) -> None:
-        """Open the run's records, if they are asked for, unless they are open. Collective."""
         record_dir = self.settings.record_dir
-        if self.recorder is not None or (record_dir is None and not self.host.has_boards):
+        if record_dir is None and not self.host.has_boards:
             return
+        if self.session is None:
+            self._stock = StockLoads(self.chunks)
         with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
             if record_dir is not None and dist.get_rank() == 0:
                 record_dir = describe_run(record_dir, self)
@@ -300,8 +294,3 @@ def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:
     if "layers" in common:
         common = common[: common.index("layers")]
     return ddp.get_submodule(".".join(common))
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -35,7 +35,7 @@ def describe_run(asked: Path, model: HostModel) -> Path:
     where = ranks_per_node, not torch.cuda.is_available()
     run: RunConfig | None = None
     try:
-        run = run_config_of(model.host, "bert" if is_bert else "gpt", *where, strategy)
+        run = described_config(model.host, "bert" if is_bert else "gpt", *where, strategy)
     except ConfigurationError as error:
         logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
     folder = record_folder(asked, run, resumes=model.host.resumes())
@@ -44,7 +44,7 @@ def describe_run(asked: Path, model: HostModel) -> Path:
     return folder
 
 
-def run_config_of(
+def described_config(
     host: HostSettings,
     family: Literal["gpt", "bert"],
     ranks_per_node: int,

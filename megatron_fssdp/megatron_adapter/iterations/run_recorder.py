@@ -3,11 +3,10 @@
 Shape letters: D devices, E experts, L layers, N nodes, Z micro-batches.
 """
 
-import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_fssdp.megatron_adapter.experts.expert_slots import ReshardReport
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
-from megatron_fssdp.megatron_adapter.iterations.stage_records import RankRecord, by_stage, gathered
+from megatron_fssdp.megatron_adapter.iterations.stage_records import (
+    IterationFacts,
+    RankRecord,
+    by_stage,
+    gathered,
+)
 from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
-from megatron_fssdp.records.loads import MICRO_BATCH_LOADS_FILE, LoadsWriter, MicroBatchLoadsWriter
+from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter
 from megatron_fssdp.records.metrics import (
     IterationMetrics,
     LayerMetrics,
@@ -32,49 +35,14 @@ from megatron_fssdp.records.metrics import (
 from megatron_fssdp.records.placements import PlacementsWriter
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 
-logger = logging.getLogger(__name__)
-
-MOST_BYTES = 4 * 2**20
+MOST_SENT_BYTES = 4 * 2**20
 """Most bytes of single micro-batches that a rank sends in an iteration; rank 0 gets them from each."""
 
 _EQUAL_FIELDS = (
     *("layer", "num_replicas", "spag_bytes", "sprs_bytes", "cross_node_tokens", "schedule", "strategy"),
     *("spag_s", "spag_exposed_s", "sprs_s", "sprs_exposed_s"),
 )  # of a layer's load and of its metrics
-
-
-@dataclass
-class IterationFacts:
-    """What this rank's loop has done in an iteration, by what passed the seams of megatron-core."""
-
-    loss_sum: Any = 0.0  # of the first loss that the schedule returns, with the number of what it sums
-    loss_count: Any = 0
-    num_sequences: int = 0  # of this rank
-    seq_length: int = 0
-    grad_norm: Any = None
-    passes_s: float = 0.0
-    iteration_s: float = 0.0
-
-    def note(self, results: Any, given: Mapping[str, Any]) -> None:
-        """Note what a schedule was given and has returned; only the last pipeline stage gets losses."""
-        self.num_sequences += given["num_microbatches"] * given["micro_batch_size"]
-        self.seq_length = given["seq_length"]
-        for losses in results if isinstance(results, list) else ():
-            loss = next(iter(losses.values()), None) if isinstance(losses, dict) else None
-            parts = (
-                loss.detach().view(-1)
-                if isinstance(loss, torch.Tensor)
-                else torch.tensor(loss or ()).view(-1)
-            )
-            if len(parts) in (1, 2):  # a mean, or a sum with the number of what it sums
-                self.loss_sum, self.loss_count = self.loss_sum + parts[0], self.loss_count + (*parts, 1)[1]
-
-    @property
-    def loss(self) -> tuple[float, float] | None:
-        """Sum and number of the losses of this rank; the host waits for the device."""
-        return (float(self.loss_sum), float(self.loss_count)) if float(self.loss_count) else None
 
 
 class RunRecorder:
@@ -102,14 +70,7 @@ class RunRecorder:
     def _is_logged(self, number: int) -> bool:
         return number % (self._host.log_interval or 1) == 0
 
-    def record(
-        self,
-        iteration: int,
-        facts: IterationFacts,
-        loads: list[LayerLoad],
-        reshard: ReshardReport | None,
-        selection: SelectionReport | None,
-    ) -> None:
+    def record(self, iteration: int, facts: IterationFacts, loads: list[LayerLoad]) -> None:
         """Record one iteration. Collective: all ranks call it if :meth:`wants_iteration` says so.
 
         Of the iteration's wall time on this rank, ``passes_s`` of the facts are in forward passes, backward
@@ -117,15 +78,8 @@ class RunRecorder:
         """
         is_logged = self._is_logged(iteration)
         single_bytes = sum(4 * len(load.micro_batches) * load.counts_DE.size for load in loads)
-        is_small = single_bytes <= MOST_BYTES
-        if self._metrics is not None and not (self._has_begun or is_small):
-            logger.info(
-                f"[fssdp] no {MICRO_BATCH_LOADS_FILE}: counts of single micro-batches have {single_bytes:,} "
-                f"bytes in an iteration, at most {MOST_BYTES:,} of a rank are recorded"
-            )
-        keeps = is_small and self.record_dir is not None
-        sequences = facts.num_sequences, facts.seq_length
-        records = gathered(facts.loss, loads, reshard, selection, sequences, of_micro_batches=keeps)
+        keeps = single_bytes <= MOST_SENT_BYTES and self.record_dir is not None
+        records = gathered(facts, loads, of_micro_batches=keeps)
         stages = by_stage(records)
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
         has_peaks = is_logged or iteration in (1, self._host.train_iters)

@@ -6,7 +6,7 @@ Shape letters: Z micro-batches, D devices, E experts.
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -28,6 +28,40 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB.
 
 
+@dataclass
+class IterationFacts:
+    """What this rank's loop has done in an iteration, by what passed the seams of megatron-core."""
+
+    loss_sum: Any = 0.0  # of the first loss that the schedule returns, with the number of what it sums
+    loss_count: Any = 0
+    num_sequences: int = 0  # of this rank
+    seq_length: int = 0
+    grad_norm: Any = None
+    reshard: ReshardReport | None = None  # before the iteration
+    selection: SelectionReport | None = None  # of auto before the iteration; None if it did not reconsider
+    passes_s: float = 0.0
+    iteration_s: float = 0.0
+
+    def note(self, results: Any, given: Mapping[str, Any]) -> None:
+        """Note what a schedule was given and has returned; only the last pipeline stage gets losses."""
+        self.num_sequences += given["num_microbatches"] * given["micro_batch_size"]
+        self.seq_length = given["seq_length"]
+        for losses in results if isinstance(results, list) else ():
+            loss = next(iter(losses.values()), None) if isinstance(losses, dict) else None
+            parts = (
+                loss.detach().view(-1)
+                if isinstance(loss, torch.Tensor)
+                else torch.tensor(loss or ()).view(-1)
+            )
+            if len(parts) in (1, 2):  # a mean, or a sum with the number of what it sums
+                self.loss_sum, self.loss_count = self.loss_sum + parts[0], self.loss_count + (*parts, 1)[1]
+
+    @property
+    def loss(self) -> tuple[float, float] | None:
+        """Sum and number of the losses of this rank; the host waits for the device."""
+        return (float(self.loss_sum), float(self.loss_count)) if float(self.loss_count) else None
+
+
 @dataclass(frozen=True, eq=False)
 class RankRecord:
     """What one rank reports of an iteration, or all ranks of a pipeline stage together."""
@@ -35,8 +69,8 @@ class RankRecord:
     loss: tuple[float, float] | None  # sum and number of losses; None on stages that do not compute them
     loads: list[LayerLoad]  # of its expert-parallel group; empty on other devices than the group's first
     passes: list[tuple[PassSeconds, PassSeconds]]  # forward and backward on this rank, by layer
-    reshard: ReshardReport  # before the iteration
-    selection: SelectionReport | None  # of auto before the iteration; None if it did not reconsider
+    reshard: ReshardReport
+    selection: SelectionReport | None
     sequences: tuple[int, int]  # number, which may differ between ranks, and length; 0 without passes
     stage: int = field(default_factory=parallel_state.get_pipeline_model_parallel_rank)
     peer: int = field(default_factory=parallel_state.get_expert_tensor_parallel_rank)
@@ -46,22 +80,15 @@ class RankRecord:
     peak_bytes: int = field(default_factory=_peak_bytes)
 
 
-def gathered(
-    loss: tuple[float, float] | None,
-    loads: list[LayerLoad],
-    reshard: ReshardReport | None,
-    selection: SelectionReport | None,
-    sequences: tuple[int, int],
-    *,
-    of_micro_batches: bool,
-) -> list[RankRecord]:
+def gathered(facts: IterationFacts, loads: list[LayerLoad], *, of_micro_batches: bool) -> list[RankRecord]:
     """Return the records of all ranks on global rank 0, and an empty list elsewhere. Collective."""
     passes = [(load.forward, load.backward) for load in loads]
     reported = [
         replace(load, micro_batches=[], counts_ZDE=load.single_counts() if of_micro_batches else None)
         for load in ([] if parallel_state.get_expert_model_parallel_rank() else loads)
     ]
-    own = RankRecord(loss, reported, passes, reshard or ReshardReport(0, 0, 0.0), selection, sequences)
+    reshard, sequences = facts.reshard or ReshardReport(0, 0, 0.0), (facts.num_sequences, facts.seq_length)
+    own = RankRecord(facts.loss, reported, passes, reshard, facts.selection, sequences)
     records: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, records)
     return records or []

@@ -6,7 +6,7 @@ Shape letters: T tokens, D devices, E experts, N numbers of a rank, S ranks, X e
 """
 
 import weakref
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -61,20 +61,16 @@ def count(layer: MoELayer, routing_map: torch.Tensor) -> None:
 
 
 class StockLoads:
-    """The counts of a model's layers."""
+    """The counts of a model's layers. To make them is collective over the layers' expert-parallel ranks.
 
-    def __init__(self) -> None:
+    Layers whose tokens a CUDA graph dispatches are left out: it gives Megatron no routing map.
+    """
+
+    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
+        layers = [one for chunk in chunks for one in trained_layers(chunk) if isinstance(one[0], MoELayer)]
+        layers = [one for one in layers if not MegatronSettings.of(one[0].config).captures_preprocess]
         self._counted: list[_StockLayer] = []
-        self._group: Any = None
         self._on_the_way: CountsOnTheWay | None = None
-
-    def add(self, chunk: torch.nn.Module) -> None:
-        """Count in the MoE layers of a chunk. Collective over their expert-parallel ranks.
-
-        Layers whose tokens a CUDA graph dispatches are left out: it gives Megatron no routing map.
-        """
-        layers = [layer for layer in trained_layers(chunk) if isinstance(layer[0], MoELayer)]
-        layers = [layer for layer in layers if not MegatronSettings.of(layer[0].config).captures_preprocess]
         if not layers:
             return
         topology = detect_topology(layers[0][0].ep_group, None)

@@ -4,7 +4,6 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySessi
 from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.planning.loads import EVEN_LOAD, max_over_mean
 from megatron_fssdp.planning.memory import ExpertMemory, ExpertOptimizer, expert_memory
-from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_price import plan_price
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +40,7 @@ def report_installation(model: HostModel) -> None:
             f"--moe-strategy {model.name}: got a model with experts and no MoE layer on any rank, wanted "
             "Megatron's MoE layers; build the model from Megatron's MoE specs, or use --moe-strategy none"
         )
-    place, limits = "the MoE layers of other pipeline stages; this stage has no MoE layer", ""
+    place = "the MoE layers of other pipeline stages; this stage has no MoE layer"
     if layers:
         context = layers[0].context
         numbers = ", ".join(str(layer.context.layer) for layer in layers)
@@ -51,21 +48,13 @@ def report_installation(model: HostModel) -> None:
             f"{len(layers)} MoE layers of this pipeline stage (layers {numbers}), {context.num_experts} "
             f"experts on {context.num_devices} devices in {context.topology.num_nodes} node(s)"
         )
-        measured = session.strategy.profile_iterations
-        limits = f"{session.strategy.limits(context)}; "
-        if measured:
-            limits = f"costs are measured in the first {measured} iterations; "
-        if model.name == "parm" and model.host.tensor_model_parallel_size == 1:
-            limits = f"without tensor parallelism, {model.name} is the same as ep; "
     settings = model.settings.model_dump(exclude_defaults=True, mode="json")
     shown = " ".join(f"{key}={value}" for key, value in settings.items()) or "all by default"
-    if session.keeps_owners:
-        limits += f"owners do not move, because {session.keeps_owners}; "
     log_single_rank(
         logger,
         logging.INFO,
-        f"[fssdp] strategy {model.name}: installed in {place}; settings: {shown}; {limits}"
-        f"planning kernels: {kernel_form()}",
+        f"[fssdp] strategy {model.name}: installed in {place}; settings: {shown}; planning "
+        f"kernels: {kernel_form()}",
     )
 
 
@@ -168,7 +157,7 @@ class BalanceReport:
         self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._told_s = -INTERVAL_S
         self._iteration = self._num_noted = self._num_measured = 0
-        self._knows_all = self._lacks_loads = False
+        self._lacks_loads = False
         self._last: list[tuple[LayerContext, LayerPlan, LayerLoad, np.ndarray]] = []
         self._seconds_3 = np.zeros(3)  # of measured iterations; waiting for weights, for gradients
 
@@ -189,7 +178,6 @@ class BalanceReport:
             for layer, plan, load in zip(layers, plans, loads, strict=True)
             if plan is not None and not layer.history.is_empty and layer.context.num_devices > 1
         ]
-        self._knows_all = len(self._last) == len(layers)
         self._lacks_loads = any(layer.history.is_empty and layer.context.num_devices > 1 for layer in layers)
         if self._num_noted == 1:  # the first iteration also allocates; pages of runs leave it out, too
             self._num_measured, self._seconds_3 = 0, np.zeros(3)
@@ -217,8 +205,6 @@ class BalanceReport:
                     "balanced nothing; passes are counted in training mode, or if a schedule trains by them"
                 )
             return
-        if speed := self._speed():
-            clauses.append(f"MoE layers {speed:.2f} × as fast as under plain EP, by the planner's model")
         if self._num_measured:
             total_s, *waits_s = self._seconds_3.tolist()
             weights, gradients = (
@@ -266,17 +252,3 @@ class BalanceReport:
         if before <= EVEN_LOAD:
             clauses.append("loads are almost even without balancing, so plain EP would do")
         return clauses
-
-    def _speed(self) -> float | None:
-        """Modelled seconds of the layers under plain EP, divided by those under their last plans."""
-        plain_s = used_s = 0.0
-        for context, plan, _, counts_DE in self._last:
-            if plan.each_micro_batch or context.profile is None or not self._knows_all:
-                return None
-            times = context.profile.num_micro_batches
-            owner_E = even_owners(context.num_experts, context.num_devices)
-            plain = replace(context, owner_E=owner_E, resident=None)
-            priced = plan_price(LayerPlan.owners_only(plain), counts_DE, plain, num_micro_batches=times)
-            plain_s += priced.moe_s
-            used_s += plan_price(plan, counts_DE, context, num_micro_batches=times).moe_s
-        return plain_s / used_s if used_s else None

@@ -6,7 +6,7 @@ experts compute what is in the slots, and calls the runtime where weights and gr
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, Self, cast
@@ -58,7 +58,6 @@ class StrategyMoELayer(MoELayer):
     def _join(self, session: StrategySession, later_layers_before: int | None) -> None:
         config, pg_collection = self.config, _groups_of(self)
         settings = session.check_model(config)
-        self._later_layers_before = later_layers_before
         refuse_own_methods(self, ("route", "preprocess", "dispatch", "postprocess"), "object")
         self._slot_experts = SlotExperts(self.experts, self.num_local_experts)
         local = self._slot_experts.parameters
@@ -106,11 +105,6 @@ class StrategyMoELayer(MoELayer):
     def slots(self) -> ExpertSlots:
         """The slots of the pipeline stage, whose owner map says which expert is where."""
         return self._session.slots
-
-    def set_layer_number(self, layer_number: int) -> None:
-        """Set the layer's number. Megatron calls this after it has built the layer."""
-        super().set_layer_number(layer_number)
-        self.slot_layer.lifecycle.renumber(global_number(self, self._later_layers_before))
 
     def _await_parameters(self) -> None:
         if self._index is None:
@@ -209,19 +203,16 @@ def _groups_of(layer: Any) -> ProcessGroupCollection:
     return groups
 
 
-def install_beginnings(model: Iterable[torch.nn.Module]) -> None:
+def install_beginnings(chunk: torch.nn.Module) -> None:
     """Call each transformer layer that contains one of our MoE layers with a beginning of our own.
 
-    The first layer of a chunk starts its gather there, and all mark points of clocks. Modules with hooks
-    cannot be captured by CUDA graphs, so methods are wrapped. If the device has one queue for the kernels of
-    all streams, each part of attention gets a hook, at which transfers issue their next messages.
+    The first layer of the model chunk starts its gather there, and all mark points of clocks. Modules with
+    hooks cannot be captured by CUDA graphs, so methods are wrapped. If the device has one queue for the
+    kernels of all streams, each part of attention gets a hook, at which transfers issue their next messages.
     """
-    for chunk in model:
-        first = True
-        for module in chunk.modules():
-            if isinstance(module, TransformerLayer) and isinstance(module.mlp, StrategyMoELayer):
-                _install_beginning(module, module.mlp, first)
-                first = False
+    layers = (module for module in chunk.modules() if isinstance(module, TransformerLayer))
+    for number, layer in enumerate(layer for layer in layers if isinstance(layer.mlp, StrategyMoELayer)):
+        _install_beginning(layer, layer.mlp, first=number == 0)
 
 
 def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
@@ -273,7 +264,7 @@ def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int | None]]:
     If a model has two layers of the same number, as with a teacher inside, those whose experts are frozen are
     left out.
     """
-    places = _places(model)
+    places = places_of(model)
     numbers = Counter(places.values())
     return [
         (layer, place[0])
@@ -282,12 +273,8 @@ def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int | None]]:
     ]
 
 
-def numbers_of(model: torch.nn.Module) -> set[tuple[int | None, int]]:
-    """What tells apart the MoE layers of one model: their numbers, and where predicted tokens are."""
-    return set(_places(model).values())
-
-
-def _places(model: torch.nn.Module) -> dict[Any, tuple[int | None, int]]:
+def places_of(model: torch.nn.Module) -> dict[Any, tuple[int | None, int]]:
+    """What tells apart the MoE layers of one model: where predicted tokens are, and their numbers."""
     before = dict(_predicted(model))
     return {layer: (before.get(layer), layer.layer_number or 0) for layer in _layers(model)}
 

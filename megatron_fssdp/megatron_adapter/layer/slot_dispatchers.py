@@ -37,10 +37,11 @@ class SlotDispatchers:
     ) -> None:
         self._layer, self._session, self._settings = layer, session, settings
         self._groups, self._pg_collection = groups, pg_collection
-        self._built, self._stock = layer.token_dispatcher, type(layer.token_dispatcher)
+        self._built = layer.token_dispatcher
+        self._stock: Any = type(layer.token_dispatcher)
         num_parts = pg_collection.expt_tp.size()
         self._takes_splits = KnownSplitsDispatcher.serves(self._stock, layer.config, num_parts)
-        self._made: dict[tuple[str, int], Any] = {}
+        self._made: dict[tuple[type, int], Any] = {}
         self._begun: Any = None
         self._whole_tokens: torch.Tensor | None = None
         self._own_tokens: torch.Tensor | None = None
@@ -72,20 +73,23 @@ class SlotDispatchers:
 
     def of(self, one: SlotPass) -> Any:
         """The dispatcher of a pass."""
-        kind = "megatron" if self._selector is None else "parm"
-        if self._groups.num_devices > 1 and (one.plan.in_steps or one.plan.deduplicated):
-            kind = "smart_schedule" if one.plan.in_steps else "deduplicated"
-        elif kind == "megatron" and one.splits is not None and self._takes_splits:
-            kind = "known_splits"
+        is_spread, kind = self._groups.num_devices > 1, self._stock
+        if is_spread and one.plan.in_steps:
+            kind = SmartScheduleTokenDispatcher
+        elif is_spread and one.plan.deduplicated:
+            kind = DeduplicatedTokenDispatcher
+        elif self._selector is not None:
+            kind = ParmDispatcher
+        elif one.splits is not None and self._takes_splits:
+            kind = KnownSplitsDispatcher
         key = kind, one.slots.slots_per_device
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        if kind == "known_splits":
-            self._made[key].splits = one.splits
-        elif kind == "parm":
+        made = self._made[key] = self._made.get(key) or self._make(*key)
+        if kind is KnownSplitsDispatcher:
+            made.splits = one.splits
+        elif kind is ParmDispatcher:
             number = self._layer.slot_layer.context.layer
-            self._made[key].owners_only = not self._session.strategy.may_replicate(number)
-        return self._made[key]
+            made.owners_only = not self._session.strategy.may_replicate(number)
+        return made
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> Any:
         """Run the gate where tensor-parallel ranks have the same tokens, on those that this rank dispatches.
@@ -113,7 +117,7 @@ class SlotDispatchers:
         self._whole_tokens = None
         return own
 
-    def _make(self, kind: str, num_slots: int) -> Any:
+    def _make(self, kind: Any, num_slots: int) -> Any:
         layer, groups, built = self._layer, self._groups, self._session.numbers_of_slots
         check_slots(self._settings, num_slots, groups.num_devices, built)
         built.add(num_slots)
@@ -121,23 +125,18 @@ class SlotDispatchers:
         config.num_moe_experts = num_slots * groups.num_devices
         # The router has padded the map of experts already.
         config.moe_pad_expert_input_to_capacity = False
-        dispatcher: Any = self._stock
         options: dict[str, Any] = {}
-        if kind == "parm":
-            dispatcher, options = ParmDispatcher, {"selector": self._selector}
-        elif kind == "smart_schedule":
-            ring = self._session.strategy.ring(groups.device, groups.topology)
-            dispatcher, options = SmartScheduleTokenDispatcher, {"ring": ring}
-        elif kind == "known_splits":
-            dispatcher = KnownSplitsDispatcher
-        elif kind == "deduplicated":
+        if kind is ParmDispatcher:
+            options = {"selector": self._selector}
+        elif kind is SmartScheduleTokenDispatcher:
+            options = {"ring": self._session.strategy.ring(groups.device, groups.topology)}
+        elif kind is DeduplicatedTokenDispatcher:
             # Padding to the capacity adds tokens to experts that these tokens did not select.
             is_padded = layer.config.moe_pad_expert_input_to_capacity
             most = layer.config.num_moe_experts if is_padded else layer.config.moe_router_topk
             options = {"topology": groups.topology, "most_choices": most}
-            dispatcher = DeduplicatedTokenDispatcher
         local = list(range(groups.device * num_slots, (groups.device + 1) * num_slots))
-        made = dispatcher(num_slots, local, config, self._pg_collection, **options)
+        made = kind(num_slots, local, config, self._pg_collection, **options)
         if layer.shared_expert_overlap:
             made.set_shared_experts(layer.shared_experts)
         return made

@@ -47,7 +47,6 @@ class StrategySession:
         self.runtime = MoERuntime(self.strategy, measure=is_recorded, check_plans=checks_plans())
         self.slots = ExpertSlots()  # of this rank, with the stage's experts
         self.selectors: dict[dist.ProcessGroup, ScheduleSelector] = {}  # of Parm, by the layers' group
-        self.keeps_owners = ""  # why owners do not move, if the strategy would
         self.numbers_of_slots: set[int] = set()  # for which dispatchers were built
         self._groups: dict[dist.ProcessGroup, ExpertGroups] = {}
 

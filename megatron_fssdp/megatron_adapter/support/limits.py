@@ -214,16 +214,6 @@ def check_limits(name: str, strategy: Strategy, m: MegatronSettings) -> None:
         raise ConfigurationError(
             f"{who} needs a Mixture-of-Experts model: add --num-experts, or use --moe-strategy none"
         )
-    if m.moe_router_topk > m.experts:  # Megatron finds it in the first iteration, by an error of torch.topk.
-        raise ConfigurationError(
-            f"--moe-router-topk: got {m.moe_router_topk}, wanted at most the {m.experts} experts; "
-            "change it or --num-experts"
-        )
-    if m.experts % m.devices:
-        raise ConfigurationError(
-            f"--expert-model-parallel-size: got {m.devices}, wanted a divisor of the {m.experts} experts; "
-            "change it or --num-experts"
-        )
     tokens, divides = m.seq_length // m.context_ranks, strategy.travel.schedule in ("s1", "megatron")
     if m.equal_tokens and divides and tokens % m.tensor_ranks:  # the same tokens, evenly
         raise ConfigurationError(

@@ -75,7 +75,6 @@ class MegatronSettings:
         _B, "tensor_model_parallel_size sequence_parallel")
     context_ranks: int = _size(_B, "context_parallel_size")
     seq_length: int = _number(_A, "seq_length")
-    moe_router_topk: int = _number(_B, "moe_router_topk")
     moe_router_load_balancing_type: Sequence[str] | None = _value(_B, "moe_router_load_balancing_type")
     moe_latent_size: int = _number(_B, "moe_latent_size")
     moe_expert_capacity_factor: float | None = _value(_B, "moe_expert_capacity_factor")

@@ -1,1 +1,1 @@
-"""What only Megatron-LM's own training loop needs: evaluations in records, and lines on failures."""
+"""What only Megatron-LM's own training loop needs: lines on its end and on failures."""

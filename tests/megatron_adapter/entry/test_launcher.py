@@ -108,11 +108,6 @@ def test_models_that_a_strategy_cannot_serve_are_refused(
     assert message in runs[0].errors
 
 
-def test_the_spec_option_builds_the_strategys_layers(text_data: Path, fssdp: TrainingRun) -> None:
-    spec = "--spec megatron_fssdp get_gpt_decoder_block_spec"
-    assert_equal(train(2, f"{SHORT} {spec}", text_data, strategy="fssdp"), fssdp)
-
-
 @pytest.mark.parametrize("launcher", [True, False])
 def test_a_script_can_register_the_plugin_itself(
     launcher: bool, text_data: Path, tmp_path: Path, fssdp: TrainingRun

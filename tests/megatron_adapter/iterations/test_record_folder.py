@@ -14,7 +14,7 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.launch.run_data import data_arguments
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
-from megatron_fssdp.megatron_adapter.iterations.record_folder import record_folder, run_config_of
+from megatron_fssdp.megatron_adapter.iterations.record_folder import described_config, record_folder
 from megatron_fssdp.records.metrics import METRICS_FILE
 from megatron_fssdp.records.run_settings import write_recorded_settings
 from megatron_fssdp.simulation.moe_job import job_of_run
@@ -103,7 +103,7 @@ def test_a_shipped_run_is_read_back_from_its_arguments(name: str, monkeypatch: p
     run = load_run(RUNS[name])
     args = parsed(run, monkeypatch)
     on_cpu = run.training.device == "cpu"
-    found = run_config_of(
+    found = described_config(
         args, run.model.family, run.parallelism.nproc_per_node, on_cpu, run.strategy.model_dump()
     )
     assert found.strategy == run.strategy
@@ -123,7 +123,7 @@ def test_a_shipped_run_is_read_back_from_its_arguments(name: str, monkeypatch: p
 
 def test_other_arguments_are_recorded_under_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     run = load_run(["gpt_moe_tiny"], ["model.moe_expert_capacity_factor=1.5", "training.num_workers=3"])
-    found = run_config_of(parsed(run, monkeypatch), "gpt", 4, True, STRATEGY)
+    found = described_config(parsed(run, monkeypatch), "gpt", 4, True, STRATEGY)
     assert found.model.model_extra["moe_expert_capacity_factor"] == 1.5
     assert found.training.model_extra["num_workers"] == 3
 
@@ -132,4 +132,4 @@ def test_what_a_yaml_cannot_describe_is_refused(monkeypatch: pytest.MonkeyPatch)
     args = parsed(load_run(["gpt_moe_tiny"]), monkeypatch)
     args.sources[0].train_iters = None  # --train-samples
     with pytest.raises(ConfigurationError, match=r"training\.train_iters: missing"):
-        run_config_of(args, "gpt", 4, True, STRATEGY)
+        described_config(args, "gpt", 4, True, STRATEGY)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
-from megatron_fssdp.records.metrics import IterationMetrics, RunSession, read_evaluations, read_metrics
+from megatron_fssdp.records.metrics import IterationMetrics, RunSession, read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.records.recorded_run import load
 from megatron_fssdp.records.run_settings import run_config_of
@@ -166,17 +166,14 @@ def test_reshards_of_copies_are_recorded(text_data: Path, tmp_path: Path) -> Non
     check_reshards(train(4, "{EP2} --train-iters 5", text_data, strategy=strategy), tmp_path, num_copies=2)
 
 
-def test_strategy_none_records_losses_loads_and_evaluations(text_data: Path, tmp_path: Path) -> None:
+def test_strategy_none_records_losses(text_data: Path, tmp_path: Path) -> None:
     evaluating = "{EP2} --train-iters 3 --split 40,40,20 --eval-interval 2 --eval-iters 1"
     stock = train(2, evaluating, text_data, strategy="none")
     run = train(2, evaluating, text_data, strategy=f"none record_dir={tmp_path}")
     assert_equal(run, stock)
-    metrics, found = read_metrics(tmp_path), read_evaluations(tmp_path)
+    metrics = read_metrics(tmp_path)
     assert [entry.lm_loss for entry in metrics] == pytest.approx(run.losses, rel=1e-6)
     assert all(entry.tokens_per_s > 0 for entry in metrics)
-    assert [(one.iteration, one.data) for one in found] == [(2, "validation"), (3, "validation"), (3, "test")]
-    # Random tokens of the same kind: the loss on other data is close to that of training.
-    assert all(abs(one.losses["lm loss"] - run.losses[-1]) < 0.5 for one in found)
 
 
 @pytest.mark.parametrize(
@@ -208,17 +205,27 @@ def test_none_and_ep_record_the_same_loads(
         assert replace(wanted, forward=None, backward=None, strategy=None) == found
 
 
+def note_evaluations() -> None:
+    from megatron.training import training
+
+    def noting(evaluate: Any, *args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        note(float(result[0]["lm loss"]))
+        return result
+
+    wrap(training, "evaluate", noting)
+
+
 def test_skipped_training_only_evaluates(text_data: Path, tmp_path: Path) -> None:
     layout = "{EP2} --train-iters 4 --split 40,40,20 --eval-interval 100 --eval-iters 1 {TORCH_DIST}"
     moving, folder = "fssdp slots=2 reshard_interval=2", tmp_path / "checkpoints"
     train(2, f"{layout} --save {folder} --save-interval 4", text_data, strategy=moving)
     losses = []
     for name in ("ep", moving):
-        records = tmp_path / name.split()[0]
         skipping = f"{layout} --skip-train --load {folder}"
-        train(2, skipping, text_data, strategy=f"{name} record_dir={records}")
-        losses.append([one.losses["lm loss"] for one in read_evaluations(records)])
-    assert len(losses[0]) == 2
+        recording = f"{name} record_dir={tmp_path / name.split()[0]}"
+        losses.append(train(2, skipping, text_data, strategy=recording, before=note_evaluations).notes)
+    assert len(losses[0]) == 4  # of two sets on two ranks
     assert all(found == pytest.approx(losses[0], rel=1e-6) for found in losses)
 
 

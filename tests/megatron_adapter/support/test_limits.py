@@ -76,8 +76,6 @@ TABLE = """
     fssdp | moe_paged_stash=true | paged_stash
     fssdp | transformer_impl=inference_optimized | inference
     fssdp | num_experts=0 | --num-experts
-    fssdp | num_experts=9 | --expert-model-parallel-size 2
-    fssdp | moe_router_topk=9 | --moe-router-topk 9
     fssdp slots=9 | | slots 9
     auto | {FLEX} {DIVIDED} |
     parm schedule=s1 | {FLEX} |

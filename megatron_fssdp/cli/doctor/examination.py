@@ -7,31 +7,29 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_fssdp.config.run.megatron_options import quiet_output
-from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
-from megatron_fssdp.megatron_adapter.diagnosis.devices import (
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from megatron_fssdp.cli.doctor.devices import (
     Finding,
     Gpus,
+    Verdict,
     check_devices,
     check_folder,
     look_at_gpus,
     note,
+    one_line,
     problem,
     shown_variables,
 )
+from megatron_fssdp.config.run.megatron_options import quiet_output
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from megatron_fssdp.megatron_adapter.support import capabilities
-from megatron_fssdp.megatron_adapter.support.capabilities import (
-    TESTED_VERSIONS,
-    TRANSFORMER_ENGINE,
-    broken_package,
-    is_tested,
-    one_line,
-    pip_install,
-)
+from megatron_fssdp.megatron_adapter.support.capabilities import TESTED_VERSIONS, pip_install
 from megatron_fssdp.planning.compiled_form import REBUILD, kernel_form
 
 if TYPE_CHECKING:
@@ -49,15 +47,13 @@ def examine_machine(
         torch = look_for("torch", "torch")
         engine = look_for("transformer_engine", "transformer-engine", "transformer_engine.pytorch")
         megatron = look_for("megatron.core", "megatron-core")
-        if megatron.broken_by == TRANSFORMER_ENGINE and engine.works:
-            # Megatron imports more modules of Transformer Engine than the test above.
-            engine = replace(engine, error=megatron.error)
         gpus = look_at_gpus() if torch.works else Gpus()
         findings = [
             _check_python(),
-            _check_torch(torch),
-            _check_megatron(megatron),
-            *check_seams(megatron.works),
+            check_package("torch", "torch", torch),
+            # Missing seams decide whether another release works.
+            check_package("Megatron", "megatron-core", megatron, untested="note"),
+            check_seams(megatron.works),
             _check_transformer_engine(engine, bool(gpus.models)),
             *check_strategies(),
             check_kernels(),
@@ -65,7 +61,7 @@ def examine_machine(
         if torch.works:
             findings += check_devices(gpus, run, engine.works)
         else:
-            names = ("gloo", "NCCL", "GPUs", "topology", *(("ranks",) if run else ()))
+            names = ("gloo", "NCCL", "GPUs", *(("ranks",) if run else ()))
             findings += [note(name, "not checked, because torch cannot be imported") for name in names]
     findings.append(shown_variables())
     return (*findings, *(check_folder(folder, setting) for setting, folder in folders))
@@ -88,7 +84,6 @@ class InstalledPackage:
     version: str = "of unknown version"  # from the package itself, or else from pip
     location: str = ""  # its folder; empty if it is not installed
     error: str = ""  # from importing the package
-    broken_by: str = ""  # name of an optional package whose own code raised this error
 
     @property
     def works(self) -> bool:
@@ -102,13 +97,13 @@ class InstalledPackage:
 
 def look_for(package: str, distribution: str, part: str = "") -> InstalledPackage:
     """Find a package by its names in an import and for pip, and import it or a part of it."""
-    location = error = broken_by = ""
+    location = error = ""
     try:
         if spec := importlib.util.find_spec(package):  # This imports the parents of a dotted name.
             location = next(iter(spec.submodule_search_locations or ()), os.path.dirname(spec.origin or ""))
             importlib.import_module(part or package)
     except Exception as raised:  # A broken installation may raise any error.
-        error, broken_by = one_line(raised), broken_package(raised) or ""
+        error = one_line(raised)
     if not location:
         return InstalledPackage()
     version = getattr(sys.modules.get(package), "__version__", None)
@@ -117,7 +112,15 @@ def look_for(package: str, distribution: str, part: str = "") -> InstalledPackag
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             version = InstalledPackage.version
-    return InstalledPackage(str(version), location, error, broken_by)
+    return InstalledPackage(str(version), location, error)
+
+
+def is_tested(distribution: str, version: str) -> bool:
+    """Whether a version is tested. Suffixes are ignored: ``2.6.0a0+git`` counts as 2.6.0."""
+    try:
+        return SpecifierSet(TESTED_VERSIONS[distribution]).contains(Version(version).base_version)
+    except InvalidVersion:
+        return False
 
 
 def _check_python() -> Finding:
@@ -128,65 +131,43 @@ def _check_python() -> Finding:
     return problem("Python", found, advice)
 
 
-def _check_torch(torch: InstalledPackage) -> Finding:
-    if not torch.works or is_tested("torch", torch.version):
-        return Finding("torch", torch.version) if torch.works else _unusable("torch", "torch", torch)
-    return problem("torch", torch.version, f"wanted torch {TESTED_VERSIONS['torch']}: {pip_install('torch')}")
-
-
-def _check_megatron(megatron: InstalledPackage) -> Finding:
-    name, distribution = "Megatron", "megatron-core"
-    if broken_by := megatron.broken_by:
-        found = f"{megatron} cannot be imported because of {broken_by}"
-        if broken_by == TRANSFORMER_ENGINE:  # its own finding is the problem, with the advice
-            return note(name, found)
-        return problem(name, f"{found}: {megatron.error}", _complete_or_none(broken_by))
-    if not megatron.works:
-        return _unusable(name, distribution, megatron)
-    if is_tested(distribution, megatron.version):
-        return Finding(name, str(megatron))
-    # This is only a note, because missing seams decide whether the release works.
-    advice = (
-        f"tested with {distribution} {TESTED_VERSIONS[distribution]}; another release may work if it has all "
-        f"seams: compare the first losses with those of --moe-strategy none, or {pip_install(distribution)}"
-    )
-    return note(name, str(megatron), advice)
+def check_package(
+    name: str, distribution: str, package: InstalledPackage, untested: Verdict = "problem"
+) -> Finding:
+    """Return a finding about a package by its name for pip; that on a version out of the range is given."""
+    wanted = f"tested with {distribution} {TESTED_VERSIONS[distribution]}: {pip_install(distribution)}"
+    if not package.location:
+        return problem(name, "not installed", wanted)
+    if package.error:
+        advice = f"fix the cause that the message names, remove the package, or install it again; {wanted}"
+        return problem(name, f"{package} cannot be imported: {package.error}", advice)
+    if is_tested(distribution, package.version):
+        return Finding(name, str(package))
+    return Finding(name, str(package), untested, wanted)
 
 
 def _check_transformer_engine(engine: InstalledPackage, has_gpus: bool) -> Finding:
-    name, distribution = TRANSFORMER_ENGINE, "transformer-engine"
-    if engine.error:
-        found = f"{engine} is installed, but cannot be imported: {engine.error}"
-        return problem(name, found, _complete_or_none(name))
+    name = "Transformer Engine"
     if engine.location:
-        if is_tested(distribution, engine.version):
-            return Finding(name, engine.version)
-        advice = f"wanted {TESTED_VERSIONS[distribution]}: {pip_install(distribution)}"
-        return note(name, engine.version, advice)
+        return check_package(name, "transformer-engine", engine, untested="note")
     if not has_gpus:
         return Finding(name, "not installed; only needed on GPUs")
     use = "if you want Megatron's fused layers, TEGroupedMLP or context parallelism"
     return note(name, "not installed; optional", f"install it by NVIDIA's instructions {use}")
 
 
-def check_seams(has_megatron: bool) -> list[Finding]:
-    """Return a finding for the number of seams in the installed Megatron, and one for each missing seam."""
-    check, missing = "Megatron's seams", []
+def check_seams(has_megatron: bool) -> Finding:
+    """Return a finding on what the plugin attaches to in the installed Megatron."""
+    check = "Megatron's seams"
     if not has_megatron:
-        return [note(check, "not checked, because Megatron cannot be imported")]
-    for seam in capabilities.SEAMS:
-        if (reason := capabilities.absence(seam)) is None:
-            continue
-        name, found = f"seam {seam.path}", f"not in {seam.module} ({one_line(reason)})"
-        use = f"here the plugin {seam.purpose}, for {seam.needed_by}"
-        if seam.is_optional:
-            missing.append(note(name, found, f"{use}; other runs do not need it"))
-        else:
-            advice = f"no run starts without it: install a tested release: {pip_install('megatron-core')}"
-            missing.append(problem(name, found, f"{use}; {advice}"))
-    num = len(capabilities.SEAMS)
+        return note(check, "not checked, because Megatron cannot be imported")
+    num = sum(len(names.split()) for names in capabilities.SEAMS.values())
+    missing = capabilities.missing_seams(for_training=True)
     found = f"found {num - len(missing)} of {num} functions and classes that the plugin attaches to"
-    return [Finding(check, found), *missing]
+    if not missing:
+        return Finding(check, found)
+    found += "".join(f"; not {seam} ({one_line(error)})" for seam, error in missing.items())
+    return problem(check, found, f"install a tested release: {pip_install('megatron-core')}")
 
 
 def check_strategies() -> list[Finding]:
@@ -206,17 +187,3 @@ def check_kernels() -> Finding:
         return Finding(name, form)
     advice = "planning takes longer; install a C compiler and Python's headers, then install megatron-fssdp"
     return note(name, form, f"{advice} again (in a checkout: {REBUILD})")
-
-
-def _complete_or_none(package: str) -> str:
-    return (
-        f"wanted a complete {package} or none: remove all its parts (pip list | grep -i -e transformer -e "
-        "apex, then pip uninstall them), or build it by NVIDIA's instructions for the installed torch"
-    )
-
-
-def _unusable(name: str, distribution: str, package: InstalledPackage) -> Finding:
-    if not package.location:
-        return problem(name, "not installed", pip_install(distribution))
-    advice = f"fix the cause that the message names, or install it again: {pip_install(distribution)}"
-    return problem(name, f"{package} cannot be imported: {package.error}", advice)

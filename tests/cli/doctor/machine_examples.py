@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fssdp.megatron_adapter.diagnosis import devices, examination
-from megatron_fssdp.megatron_adapter.diagnosis.devices import Finding, Gpus
-from megatron_fssdp.megatron_adapter.diagnosis.examination import InstalledPackage
+from megatron_fssdp.cli.doctor import devices, examination
+from megatron_fssdp.cli.doctor.devices import Finding, Gpus
+from megatron_fssdp.cli.doctor.examination import InstalledPackage
 
 HERE = "/site-packages/[it]"
 DEFAULTS = {"gpus": "0", "cores": "2", "python": "3.12.1", "torch": "2.6.0", "megatron": "0.19.2", "te": ""}
@@ -21,8 +21,7 @@ def pose(monkeypatch: pytest.MonkeyPatch, machine: str = "") -> dict[str, str]:
     The machine has words ``key=value``: environment variables (others that the doctor reads are not set); the
     number of ``gpus``, or their error; the number of ``cores``; the CUDA version of torch's ``build``, if
     there is an NVIDIA driver; the versions of ``python``, ``torch``, ``megatron`` and ``te``, empty for
-    missing packages, with ``!ERROR`` if the import fails, and ``@PACKAGE`` if that is the cause. Other words
-    are returned, by key.
+    missing packages, with ``!ERROR`` if the import fails. Other words are returned, by key.
     """
     words = {key: value for key, _, value in (word.partition("=") for word in machine.split())}
     found = {key: words.pop(key, default) for key, default in DEFAULTS.items()}
@@ -49,5 +48,4 @@ def installed(text: str) -> InstalledPackage:
     if not text:
         return InstalledPackage()
     version, _, error = text.partition("!")
-    error, _, broken_by = error.partition("@")
-    return InstalledPackage(version, HERE, error, broken_by.replace("_", " "))
+    return InstalledPackage(version, HERE, error)

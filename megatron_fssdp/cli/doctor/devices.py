@@ -1,4 +1,4 @@
-"""Findings about GPUs, CPU cores, back ends, nodes, a run's ranks on this machine, and its folder."""
+"""Findings about GPUs, CPU cores, back ends, a run's ranks on this machine, and its folder."""
 
 import os
 import shutil
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from megatron_fssdp.megatron_adapter.support.capabilities import one_line
-
 if TYPE_CHECKING:
     from megatron_fssdp.config.run.run_config import RunConfig
     from megatron_fssdp.config.run.sections import ParallelismArguments
@@ -24,6 +22,8 @@ _SHOWN_PREFIXES = ("CUDA_", "NCCL_", "TORCH_", "MEGATRON_FSSDP_")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASS", "CREDENTIAL", "AUTH")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
+Verdict = Literal["ok", "note", "problem"]
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -31,7 +31,7 @@ class Finding:
 
     name: str
     found: str
-    verdict: Literal["ok", "note", "problem"] = "ok"
+    verdict: Verdict = "ok"
     advice: str = ""  # the next step, on one line; every problem has one
 
 
@@ -99,8 +99,8 @@ def check_folder(path: Path, setting: str) -> Finding:
 
 
 def check_devices(gpus: Gpus, run: "RunConfig | None", has_engine: bool) -> list[Finding]:
-    """Check back ends, GPUs, nodes, and whether a run, if any, fits. Torch must be importable."""
-    findings = [*_backends(bool(gpus.models)), _gpus(gpus), _topology(gpus, run.parallelism if run else None)]
+    """Check back ends, GPUs, and whether a run, if any, fits. Torch must be importable."""
+    findings = [*_backends(bool(gpus.models)), _gpus(gpus)]
     if run is not None:
         findings.append(_ranks(gpus, run.parallelism, run.training.device))
         if (size := run.parallelism.context_parallel_size) > 1 and not has_engine:
@@ -160,25 +160,9 @@ def _gpus(gpus: Gpus) -> Finding:
     return problem(name, found, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
 
 
-def _topology(gpus: Gpus, parallelism: "ParallelismArguments | None") -> Finding:
-    name, started = "topology", _whole_number("WORLD_SIZE")
-    found = f"1 node (this machine) of {f'{len(gpus.models)} GPUs' if gpus.models else 'CPU ranks'}"
-    if started:
-        per_node = _whole_number("LOCAL_WORLD_SIZE") or started
-        found = f"{started} ranks from torchrun, {per_node} of them on this machine"
-        if started % per_node:
-            advice = "start torchrun with the same --nproc-per-node on every machine: nodes must be equal"
-            return problem(name, found, advice)
-    elif parallelism is not None:
-        found = f"{parallelism.num_nodes} × {parallelism.nproc_per_node} ranks, from the run's file"
-    if parallelism is not None and parallelism.declared_nodes is not None:
-        found += f"; strategies plan for {parallelism.declared_nodes} nodes (declared_nodes)"
-    return Finding(name, found)
-
-
 def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", device: str) -> Finding:
-    name, num_ranks, started = "ranks", parallelism.nproc_per_node, _whole_number("WORLD_SIZE")
-    if started not in (None, parallelism.world_size):
+    name, num_ranks, started = "ranks", parallelism.nproc_per_node, os.environ.get("WORLD_SIZE")
+    if started not in (None, str(parallelism.world_size)):
         return problem(
             name,
             f"torchrun started {started}, but the run has {parallelism.world_size}",
@@ -212,6 +196,7 @@ def _asked() -> str:
     return os.environ.get(DEVICE_VARIABLE, "").lower()
 
 
-def _whole_number(variable: str) -> int | None:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdigit() and int(text) > 0 else None
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -19,7 +19,7 @@ from megatron_fssdp import __version__
 from megatron_fssdp.cli.shared_options import Paths, plain_console, run_files
 
 if TYPE_CHECKING:
-    from megatron_fssdp.megatron_adapter.diagnosis.devices import Finding
+    from megatron_fssdp.cli.doctor.devices import Finding
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -48,7 +48,7 @@ def doctor_command(
             folders.append(("training.save", run.training.save or request.folder.checkpoints))
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return  # under torchrun, one rank of each machine reports
-    from megatron_fssdp.megatron_adapter.diagnosis import examination
+    from megatron_fssdp.cli.doctor import examination
 
     with plain_console(stderr=True).status("importing torch and Megatron"):
         findings = examination.examine_machine(run, folders)

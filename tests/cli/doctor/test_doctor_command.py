@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from ..launch.tiny_run import TINY
-from ..megatron_adapter.diagnosis.machine_examples import pose
-from ..support.python_process import python_output, run_python
+from tests.cli.doctor.machine_examples import pose
+
+from ...launch.tiny_run import TINY
+from ...support.python_process import python_output, run_python
 
 
 @pytest.fixture
@@ -88,8 +89,8 @@ def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_
     code = (
         "import ast, sys\n"
         "from megatron_fssdp.cli import app\n"
-        "from megatron_fssdp.cli import doctor_command\n"
-        "from megatron_fssdp.megatron_adapter.diagnosis.examination import examine_machine\n"
+        "from megatron_fssdp.cli.doctor import doctor_command\n"
+        "from megatron_fssdp.cli.doctor.examination import examine_machine\n"
         "heavy = {'torch', 'megatron', 'transformer_engine', 'apex'} & set(sys.modules)\n"
         "if heavy: sys.exit(f'imported {heavy}')\n"
         "for name, module in list(sys.modules.items()):\n"

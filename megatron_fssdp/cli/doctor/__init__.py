@@ -1,0 +1,1 @@
+"""The command ``doctor``, and its checks of a machine, which import torch and Megatron late."""
