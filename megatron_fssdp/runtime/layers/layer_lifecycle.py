@@ -21,12 +21,6 @@ class LayerLifecycle:
         self.passes, self.gradients, self.counts, self.local = passes, gradients, counts, passes.local
         self.stopwatch: LayerStopwatch | None = None  # while costs are measured
 
-    def renumber(self, layer: int) -> None:
-        """Set the layer number, which the model assigns after it has built its layers."""
-        local = self.local
-        local.context, local.load.layer = replace(local.context, layer=layer), layer
-        local.experts = replace(local.experts, what=f"layer {layer}")
-
     def set_profile(self, profile: LayerProfile) -> None:
         """Set the costs of the layer, equal on all ranks that plan together."""
         self.local.context = replace(self.local.context, profile=profile)
