@@ -19,6 +19,7 @@ backward pass joins it with the stream of the pass. Before that, :func:`await_gr
 A gather of replicas comes before these modules run, so :func:`await_parameters` runs their hooks.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -41,9 +42,11 @@ _accumulating: set[torch.cuda.Stream] = set()  # Streams on which DDP adds gradi
 
 @dataclass
 class _Slot:
-    registered_in: SlotLayer  # the layer whose module has the Parameter
-    layer: SlotLayer  # the layer whose expert the Parameter holds
-    finish_gradients: Callable[[], None]
+    # Weak, because the layer refers to the Parameter. Python collects no cycle through a Parameter that nodes
+    # of autograd hold, so a model that its loop drops would stay.
+    registered_in: weakref.ref[SlotLayer]  # the layer whose module has the Parameter
+    layer: weakref.ref[SlotLayer]  # the layer whose expert the Parameter holds
+    finish_gradients: Callable[[], Callable[[], None] | None]
 
 
 def take_over(
@@ -58,7 +61,8 @@ def take_over(
     """
     for parameter in parameters:
         if not getattr(parameter, "allreduce", True):
-            setattr(parameter, _SLOT, _Slot(layer, layer, finish_gradients))
+            found = weakref.ref(layer)
+            setattr(parameter, _SLOT, _Slot(found, found, weakref.WeakMethod(finish_gradients)))
             _install()
 
 
@@ -67,7 +71,7 @@ def belong_to(layer: SlotLayer, parameters: Iterable[torch.nn.Parameter]) -> Non
     _moves[0] += 1
     for parameter in parameters:
         if (slot := getattr(parameter, _SLOT, None)) is not None:
-            slot.layer = layer
+            slot.layer = weakref.ref(layer)
 
 
 def await_parameters(experts: torch.nn.Module) -> None:
@@ -156,8 +160,8 @@ def _finish_when_home(finish: Any, group: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _finish_gradients(group: Any) -> None:
-    slots = (getattr(parameter, _SLOT, None) for parameter in group.params)
-    next(filter(None, slots)).finish_gradients()
+    slot = next(filter(None, (getattr(parameter, _SLOT, None) for parameter in group.params)))
+    slot.finish_gradients()()
 
 
 def _layers(group: Any) -> list[tuple[SlotLayer, SlotLayer]]:
@@ -165,7 +169,7 @@ def _layers(group: Any) -> list[tuple[SlotLayer, SlotLayer]]:
     known = getattr(group, _LAYERS, None)
     if known is None or known[0] != _moves[0]:
         slots = [slot for parameter in group.params if (slot := getattr(parameter, _SLOT, None)) is not None]
-        pairs = dict.fromkeys((slot.layer, slot.registered_in) for slot in slots)
+        pairs = dict.fromkeys((slot.layer(), slot.registered_in()) for slot in slots)
         known = _moves[0], list(pairs)
         setattr(group, _LAYERS, known)
     return known[1]

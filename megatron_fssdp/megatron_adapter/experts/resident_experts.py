@@ -91,6 +91,7 @@ class ResidentExperts:
                 overlap_param_gather_with_optimizer_step=False,
             ),
             [self._ddp],
+            use_gloo_process_groups=False,  # A host may have none, and checkpoints do not contain replicas.
         )
         kinds, own = ({type(one) for one, _ in _groups(of)} for of in (optimizer, self._resident_optimizer))
         if not own <= kinds:

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -165,14 +166,16 @@ def planning_facts(model: HostModel) -> dict[str, Any]:
 
 
 def mark(held: Iterable[Any], model: "ModelIterations") -> None:
-    """Mark what belongs to a model, which lives as long as these."""
+    """Mark what belongs to a model, which lives as long as these, apart from tensors."""
     for marked in held:
-        setattr(marked, _MODEL, model)
+        # Python collects no cycle through a tensor that nodes of autograd hold, as those of DDP's hooks do.
+        setattr(marked, _MODEL, weakref.ref(model) if isinstance(marked, torch.Tensor) else model)
 
 
 def model_of(marked: Any) -> "ModelIterations | None":
     """The model of a marked object."""
-    return getattr(marked, _MODEL, None)
+    found = getattr(marked, _MODEL, None)
+    return found() if isinstance(found, weakref.ref) else found
 
 
 def note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:

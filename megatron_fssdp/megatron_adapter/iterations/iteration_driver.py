@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
+from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.decisions import StageLoads, moved_before
@@ -140,15 +141,29 @@ class IterationDriver:
         if self._residents is not None:
             self._residents.check()
 
+    def renew_replicas(self) -> None:
+        """Let this iteration's replicas follow weights that were written between two calls of a schedule.
+
+        Loops do so to compute with a reference's weights for a while. All ranks must have written.
+        """
+        if self._versions != (versions := self._session.slots.versions()):
+            self._versions = versions
+            for transfers in self._kept_replicas():
+                transfers.release()
+
     def check_replicas(self) -> None:
         """Refuse weights that somebody has written since this iteration's replicas got theirs."""
-        passes = (layer.passes.shared for layer in self._session.slots.layers)
-        is_kept = any(one and one.transfers is not None and not one.plan.rematerialize for one in passes)
-        if is_kept and self._versions != self._session.slots.versions():
+        if any(self._kept_replicas()) and self._versions != self._session.slots.versions():
             raise ConfigurationError(
                 "replicas: got weights of experts that were written in the middle of an iteration, wanted "
                 "this between two; set gradients to zero after it, or use --moe-strategy none"
             )
+
+    def _kept_replicas(self) -> Iterator[ReplicaTransfers]:
+        passes = (layer.passes.shared for layer in self.runtime.layers)
+        for one in passes:
+            if one is not None and one.transfers is not None and not one.plan.rematerialize:
+                yield one.transfers
 
     def begin_step(self) -> None:
         """Bring all gradients home, and start to share counts, before the optimizer's step."""

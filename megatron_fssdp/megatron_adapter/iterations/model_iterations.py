@@ -111,6 +111,8 @@ class ModelIterations(HostModel):
         if self._is_open:
             if self.session is not None:
                 self.session.runtime.expect(num_micro_batches)
+            if self.driver is not None:
+                self.driver.renew_replicas()
             return
         self._is_open, self._began_s, self._facts = True, time.perf_counter(), IterationFacts()
         if self._stock is not None:

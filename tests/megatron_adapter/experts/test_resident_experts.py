@@ -12,8 +12,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
+from tests.support.training_preload import run_megatron_ranks
 
 from ..held_bytes import num_bytes, state_bytes
+from ..iterations.host_loops import Host, Trained, swift
+from ..iterations.test_host_loops import assert_equal
+from ..iterations.test_unusual_loops import trained
 from ..training.parity.test_strategy_parity import cheap_links
 from ..training_run import note, relative_difference, rows, slow, train, wrap
 
@@ -69,6 +73,23 @@ def test_checkpoints_hold_each_expert_once(optimizer: str, text_data: Path, tmp_
             rest = train(2, loading, text_data, strategy=reader, before=cheap_links)
             assert relative_difference(rest.losses, whole.losses[5:]) <= 1e-5
     assert keys[FLEXMOE] == keys["ep"]
+
+
+def train_without_gloo_groups(rank: int, world_size: int) -> list[Trained]:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    Host.has_gloo_groups = False
+    flexmoe = {"slots": 2, "placement_interval": 1, "window": 1}
+    return [trained(strategy, swift)[0] for strategy in (("none", {}), ("flexmoe", flexmoe))]
+
+
+def test_a_host_may_have_no_groups_of_gloo() -> None:
+    """NeMo-RL makes none."""
+    for stock, found in run_megatron_ranks(train_without_gloo_groups, 2, ep=2):
+        assert_equal(found, stock, "flexmoe")
 
 
 class LayerWiseDistributedOptimizer:

@@ -29,6 +29,8 @@ class Trained:
 class Host:
     """A model with DDP and optimizer, and what every loop does with them."""
 
+    has_gloo_groups = True  # in Megatron's parallel state
+
     def __init__(self, **options: Any) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -46,7 +48,9 @@ class Host:
         adam = {"optimizer": "adam", "lr": 2e-2, "overlap_param_gather": ddp_config.overlap_param_gather}
         distributed = ddp_config.use_distributed_optimizer
         self.optimizer = get_megatron_optimizer(
-            finished(OptimizerConfig, use_distributed_optimizer=distributed, **adam), [self.model]
+            finished(OptimizerConfig, use_distributed_optimizer=distributed, **adam),
+            [self.model],
+            use_gloo_process_groups=self.has_gloo_groups,
         )
         self._hooks()
         if ddp_config.overlap_param_gather:  # as Megatron-LM does until the first step is over

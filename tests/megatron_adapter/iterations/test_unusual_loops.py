@@ -94,6 +94,19 @@ def averaged(host: Host, iteration: int) -> None:
     host.step(loss + host.passes(2))
 
 
+def in_chunks(host: Host, iteration: int) -> None:
+    """Between two calls of the schedule, a reference is evaluated, and in one iteration its weights stay."""
+    host.reset()
+    host.config.finalize_model_grads_func = None
+    loss = host.passes(2)
+    own = [parameter.clone() for parameter in host.gpt.parameters()]
+    write(host, [0.7 * one for one in own])
+    host.log_probabilities()
+    if iteration != 2:
+        write(host, own)
+    host.step(loss + host.passes(1))
+
+
 def in_parts(host: Host, iteration: int) -> None:
     """The loop clips gradients by itself, between two parts of the optimizer's step."""
     host.reset()
@@ -150,7 +163,8 @@ def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, 
     quota, flexmoe = ("quota", {"slots": 2}), ("flexmoe", {})
     for loop, *others in (
         *((late_reset, quota), (first_forward_alone, quota), (reading, flexmoe), (own_finalize, flexmoe)),
-        *((halving, quota, flexmoe), (crossed, quota, flexmoe), (averaged, quota), (in_parts, quota)),
+        *((halving, quota, flexmoe), (crossed, quota, flexmoe), (averaged, quota), (in_chunks, quota)),
+        (in_parts, quota),
         (in_eval_mode, flexmoe),
     ):
         stock, _ = trained(("none", {}), loop)
@@ -201,9 +215,9 @@ def refusals(rank: int, world_size: int) -> list[str]:
             swift(one, iteration)
     assert plain.found.losses == pytest.approx(host.found.losses)
     host.reset()
-    host.passes(1)
+    host.forward().backward()
     write(host, [2 * parameter for parameter in host.gpt.parameters()])
-    note(host.passes)
+    note(host.forward)
     host.reset()
     gpt = host_loops.build(host.config).requires_grad_(False)
     frozen = DistributedDataParallel(host.config, host.model.ddp_config, gpt)
