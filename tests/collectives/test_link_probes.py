@@ -1,7 +1,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives import link_probes
 from megatron_fssdp.collectives.link_probes import measure_collective, measure_links
-from megatron_fssdp.config.cluster_description import CollectiveName
 from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit
 from megatron_fssdp.planning.cost.link_seconds import moves_traffic
 from megatron_fssdp.planning.placement.topology import Topology
@@ -175,28 +174,6 @@ def test_real_links_cost_something_and_one_device_has_none() -> None:
     assert all(link.time_s(1 << 22) > 1e-5 for link in first), "4 MiB were not sent"
     no_link = LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
     assert run_ranks(measure, 1, (0,)) == [[no_link] * 3]
-
-
-def measure_all(rank: int, world_size: int) -> list[LinkFit]:
-    """All collectives in pairs and in the whole world, and one among ranks 0 and 1 while the others wait."""
-    of_pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    names = [name for name in get_args(CollectiveName) if name != "all_to_all"]  # of cluster_profiler.py
-    groups = [(group, name) for group in (of_pairs, dist.group.WORLD) for name in names]
-    groups.append((of_pairs if rank < 2 else None, "point_to_point"))
-    return [
-        measure_collective(name, group, dist.group.WORLD, CPU, message_bytes=SIZES, num_repetitions=3)
-        for group, name in groups
-    ]
-
-
-def test_all_ranks_measure_the_same_positive_costs() -> None:
-    of_ranks = run_ranks(measure_all, 4)
-    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
-    for fit in of_ranks[0]:
-        assert 1e-6 < fit.cost.time_s(SIZES[-1]) < 1
-        assert fit.cost.beta_s_per_byte >= LEAST_BETA_S_PER_BYTE
-        assert fit.worst_relative_error >= 0
-        assert fit.r_squared <= 1
 
 
 def measure_given_collective(rank: int, world_size: int) -> LinkFit:

@@ -18,13 +18,16 @@ from tests.megatron_adapter.diagnosis.machine_examples import pose
 # The machine, and a run's layout and device | a check | its verdict | words of what it found or advises.
 # There are no other problems.
 TABLE = """
-    python=3.10.2 | Python | problem | wanted Python >=3.12
-    torch=2.4.0 | torch | problem | pip install 'torch>=2.6'
+    python=3.11.9 | Python | problem | wanted Python >=3.12
+    torch=2.5.1 | torch | problem | pip install 'torch>=2.6'
+    torch=source | torch | problem | pip install 'torch>=2.6'
+    torch=2.6.0a0+ecf3bae.nv25.01 | torch | ok | 2.6.0a0+ecf3bae.nv25.01
     torch= nproc_per_node=2 | ranks | note | torch cannot be imported
     megatron= | Megatron | problem | pip install 'megatron-core>=0.19,<0.21'
     megatron=0.19.2!ImportError | Megatron | problem | fix the cause
     megatron=0.18.0 | Megatron | note | tested with megatron-core >=0.19,<0.21
-    megatron=0.20.0+abc | Megatron | ok | 0.20.0 (/site-packages/[it])
+    megatron=0.21.0rc0 | Megatron | note | tested with megatron-core >=0.19,<0.21
+    megatron=0.20.9+abc | Megatron | ok | 0.20.9 (/site-packages/[it])
     megatron=0.19.2!RuntimeError@Apex | Megatron | problem | wanted a complete Apex or none
     megatron=0.19.2!RuntimeError@Transformer_Engine te=2.5.0 | Megatron | note | because of Transformer Engine
     megatron=0.19.2!Empty@Transformer_Engine te=2.5.0 | Transformer Engine | problem | imported: Empty

@@ -200,6 +200,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
         for one in (plain, host):  # A model that was wrapped under ``none`` goes on as Megatron's own.
             swift(one, iteration)
     assert plain.found.losses == pytest.approx(host.found.losses)
+    for copy in (host.model.state_dict, partial(host.model.load_state_dict, {}, strict=False)):
+        note(copy)  # by names, while experts are elsewhere
     host.reset()
     host.passes(1)
     write(host, [2 * parameter for parameter in host.gpt.parameters()])
@@ -215,6 +217,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
     note(lambda: megatron_fssdp.restore_owners(host.model))
     host.reset()
     note(lambda: megatron_fssdp.restore_owners(host.model))
+    note(partial(host.model.load_state_dict, host.model.state_dict(), strict=False))
+    assert not megatron_fssdp.restore_owners(host.model), "experts are home"
     while not said[-1]:
         note(lambda: host.step(host.passes()))  # Gradients are never set to zero, and experts move.
     for strategy in (MOVING, ("flexmoe", {"placement_interval": 1, "window": 1})):
@@ -247,10 +251,12 @@ def test_what_cannot_be_served_is_one_line() -> None:
     for *early, kept, moving, resident, written, parts, adam, adapted, other in run_megatron_ranks(
         refusals, 2, ep=2
     ):
-        middle, frozen, in_iteration, between = early[:4]
+        *copies, middle, frozen, in_iteration, between, home = early[:7]
+        assert all("reshard_interval=0" in one and "restore_owners" in one for one in copies)
         assert "written in the middle of an iteration" in middle
         assert not frozen
         assert not between
+        assert not home
         assert "in the middle of an iteration" in in_iteration
         assert "zero_grad_buffer()" in kept
         assert "passes in training mode" in moving

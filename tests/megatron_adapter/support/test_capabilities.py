@@ -47,21 +47,3 @@ def test_other_files_state_the_tested_versions() -> None:
     assert is_tested("megatron-core", pinned)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"`megatron-core{TESTED_VERSIONS['megatron-core']}`" in readme
-
-
-@pytest.mark.parametrize(
-    ("distribution", "version", "expected"),
-    [
-        ("torch", "2.6.0a0+ecf3bae.nv25.01", True),  # NVIDIA's containers
-        ("torch", "2.5.1", False),
-        ("megatron-core", "0.20.9", True),
-        ("megatron-core", "0.21.0rc0", False),
-        ("megatron-core", "0.19.2+6d5d9bf", True),
-        ("python", "3.11.9", False),
-        ("torch", "from source", False),
-    ],
-)
-def test_versions_are_compared_without_their_suffixes(
-    distribution: str, version: str, expected: bool
-) -> None:
-    assert is_tested(distribution, version) is expected

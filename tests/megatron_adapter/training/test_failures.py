@@ -151,12 +151,7 @@ def run_passes_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        FSSDP,
-        f"{FSSDP} rematerialize=true",
-        pytest.param("flexmoe", marks=pytest.mark.slow),
-    ],
+    "strategy", [FSSDP, f"{FSSDP} rematerialize=true", pytest.param("flexmoe", marks=pytest.mark.slow)]
 )
 def test_a_repeated_iteration_leaves_no_trace(strategy: str, text_data: Path, tmp_path: Path) -> None:
     """Plans follow from loads, so a repeated iteration must not count its loads twice."""

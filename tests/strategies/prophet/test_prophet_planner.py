@@ -14,12 +14,7 @@ FIGURE_6 = np.array([[3, 0, 0], [2, 1, 0], [0, 1, 2]])
 OWNERS = even_owners(3, 3)
 # An input takes a second to send and one to compute; an expert takes 0.3 s for each device of three.
 MODEL = ProphetModel(
-    num_devices=3,
-    input_bytes=1,
-    expert_bytes=0.3,
-    gradient_bytes=0.6,
-    bytes_per_s=1,
-    inputs_per_s=1,
+    num_devices=3, input_bytes=1, expert_bytes=0.3, gradient_bytes=0.6, bytes_per_s=1, inputs_per_s=1
 )
 
 
