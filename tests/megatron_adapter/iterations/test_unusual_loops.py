@@ -149,9 +149,8 @@ def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, 
     results = []
     quota, flexmoe = ("quota", {"slots": 2}), ("flexmoe", {})
     for loop, *others in (
-        *((late_reset, quota), (first_forward_alone, quota), (reading, flexmoe), (own_finalize, flexmoe)),
-        *((halving, quota, flexmoe), (crossed, quota, flexmoe), (averaged, quota), (in_parts, quota)),
-        (in_eval_mode, flexmoe),
+        *((late_reset, quota), (first_forward_alone,), (reading, flexmoe), (own_finalize,), (in_parts,)),
+        *((halving, quota, flexmoe), (crossed, quota, flexmoe), (averaged, quota), (in_eval_mode, flexmoe)),
     ):
         stock, _ = trained(("none", {}), loop)
         for strategy in (MOVING, *others):

@@ -11,11 +11,12 @@ from megatron_fssdp.planning.memory import ExpertOptimizer, expert_memory
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import VIRTUAL_PRELOAD
 
 from .. import case_run, layer_case, rank_layer
 from ..case_run import CaseRun
 from ..layer_case import LayerCase
-from .test_virtual_devices import PRELOAD, virtual_rank
+from .test_virtual_devices import virtual_rank
 
 WIDTH, LAYERS, EXPERTS = 64, 3, 8
 ROUNDING_BYTES = 5 * 2**12
@@ -72,7 +73,7 @@ def peaks(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
 
 
 def test_replicas_take_at_most_what_the_accounting_says() -> None:
-    found_SC = np.array(run_ranks(peaks, 4, preload=PRELOAD))
+    found_SC = np.array(run_ranks(peaks, 4, preload=VIRTUAL_PRELOAD))
     for case, ((with_replicas, rest), (without, usual)) in zip(CASES, found_SC.max(axis=0), strict=True):
         of = expert_memory(
             held=HeldReplicas(case.life, PipelineStage((LAYERS,)), case.schedule.count("F")),
