@@ -59,15 +59,8 @@ def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on()
 
 def test_the_seconds_of_a_transfer_beside_an_interval() -> None:
     timer = TransferTimer(True, 0, 10.0, 14.0)
-    intervals = {
-        (8.0, 9.0): 0,
-        (8.0, 11.0): 1,
-        (11.0, 13.0): 2,
-        (13.0, 20.0): 1,
-        (9.0, 20.0): 4,
-        (14.0, 15.0): 0,
-    }
-    assert [timer.beside_s(*interval) for interval in intervals] == [*intervals.values()]
+    intervals = ((8.0, 9.0), (8.0, 11.0), (11.0, 13.0), (13.0, 20.0), (9.0, 20.0), (14.0, 15.0))
+    assert [timer.beside_s(*interval) for interval in intervals] == [0, 1, 2, 1, 4, 0]
     late = TransferTimer(True, 0, 10.0, 14.0, ends_at_wait=True)
     assert [one.beside_s(9.0, 20.0) for one in (late, TransferTimer())] == [0.0, 0.0]
 

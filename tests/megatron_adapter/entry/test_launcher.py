@@ -50,9 +50,7 @@ def forbid_the_plugins_layer() -> None:
 # Strategy and settings | Megatron's arguments | words that the line has. test_limits.py has more of them.
 BAD_INPUT = """
     fsdp | | 'fsdp' 'fssdp'
-    fssdp | --moe-strategy-config /no/such/file.yaml | /no/such/file.yaml
     fssdp nodes=3 | | nodes: 3
-    ep smart_schedule=true group_size=3 | | group_size 3
     none | --context-parallel-size 2 | --context-parallel-size: 2
 """
 

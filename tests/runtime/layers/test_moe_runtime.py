@@ -35,9 +35,7 @@ def plans_last_an_iteration(rank: int, world_size: int) -> None:
         for _ in range(2):
             run.forward(run.draw())[0].sum().backward()
             assert slots.plan_iteration() is plan
-        runtime.finish_gradients()
-        runtime.end_passes()
-        runtime.end_iteration()
+        run.end()
         plans.append(plan.digest())
         measured.append(len(watch._experts))
     assert len(set(plans)) == 3

@@ -53,9 +53,7 @@ def peak_and_rest(case: LayerCase) -> tuple[int, int]:
         before = torch.cuda.memory_allocated()
         run.runtime.begin_iteration(len(batches))
         run.run_passes(case.schedule, batches)
-        run.runtime.finish_gradients()
-        run.runtime.end_passes()
-        run.runtime.end_iteration()
+        run.end()
         torch.cuda.synchronize()
         return device.memory.peak_bytes - before, torch.cuda.memory_allocated() - before
 
