@@ -12,9 +12,20 @@ from torch.distributed import distributed_c10d
 
 from devtools import one_card
 from devtools.virtual_cuda.posing.patches import Patches
+from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.testing import run_ranks
+from tests.runtime.case_run import CaseRun
+from tests.runtime.layer_case import LayerCase
+from tests.runtime.rank_layer import run_layer_ranks
 
 from .virtual_cuda.test_nccl_groups import RESULTS, all_calls
+
+CASES = (
+    LayerCase("iteration", ReplicaLife.ITERATION, early=0.4, schedule="FFBB"),
+    LayerCase("layer-pass", ReplicaLife.LAYER_PASS, recompute="reentrant"),
+    LayerCase("micro-batch", ReplicaLife.MICRO_BATCH, moves=True),
+    LayerCase("resident", ReplicaLife.RESIDENT),
+)
 
 
 @contextmanager
@@ -51,6 +62,16 @@ def call_in_order(rank: int, world_size: int) -> tuple[bool, list[float]]:
 
 def test_calls_return_at_once_and_results_come_with_the_wait() -> None:
     assert run_ranks(call_in_order, 2) == [(False, [2, 2, 1, 1])] * 2
+
+
+def run_cases(rank: int, world_size: int) -> list[float]:
+    with on_one_card():
+        return [max(CaseRun(case).run().errors.values()) for case in CASES]
+
+
+def test_layers_equal_the_reference() -> None:
+    for errors in run_layer_ranks(run_cases, 4):
+        assert max(errors) <= 1e-10
 
 
 SCRIPT = """
