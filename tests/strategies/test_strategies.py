@@ -19,8 +19,12 @@ from megatron_fssdp.strategies.fssdp.sparse_materialization import sparse_materi
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate
 from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.strategy import Strategy
+from tests.drawn_examples import examples
 from tests.planning.placement_cases import random_counts_DE
 from tests.support.random_placement import plain_transfer, with_replicas
+
+PLACEMENT_STRATEGIES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
 
 
 @st.composite
@@ -41,6 +45,25 @@ def history_of(context: LayerContext, window: int, seeds: list[int]) -> LoadHist
 
 seeds = st.lists(st.integers(0, 2**32 - 1), max_size=4)
 bounds = st.one_of(st.none(), st.integers(0, 12))
+
+
+@given(layers(), st.sampled_from(PLACEMENT_STRATEGIES), seeds)
+@examples(60)
+def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
+    context: LayerContext, name: str, seeds: list[int]
+) -> None:
+    keys = STRATEGIES[name].settings()
+
+    def plan() -> LayerPlan:
+        strategy: Strategy = build_strategy(name, keys)  # type: ignore[arg-type]
+        return strategy.before_gate(context, history_of(context, strategy.window, seeds))
+
+    owner_E = context.owner_E.copy()
+    first, second = plan(), plan()
+    assert first.placement.digest() == second.placement.digest()
+    assert np.array_equal(first.transfer.table, second.transfer.table)
+    assert np.array_equal(context.owner_E, owner_E)
+    assert np.array_equal(first.placement.owner_E, owner_E), "owners do not move"
 
 
 def hot_counts_DE(hot: int) -> np.ndarray:
