@@ -4,6 +4,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+from .megatron_adapter.training_run import TINY_GPT_MOE
 from .support.python_process import ROOT, run_python
 
 REFUSING = """
@@ -20,16 +21,7 @@ from megatron_fssdp.megatron_adapter.entry.launcher import launch
 compiled_form._why_plain = lambda name: "no compiler"
 launch(sys.argv[1:])
 """
-ARGUMENTS = """
---num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16
---max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3
---lr-decay-style constant --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none
---moe-token-dispatcher-type alltoall --mock-data --tokenizer-type NullTokenizer --vocab-size 257
---split 100,0,0 --num-workers 0 --eval-iters 0 --eval-interval 1000 --distributed-backend gloo
---use-cpu-initialization --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion
---no-persist-layer-norm --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
---no-bias-swiglu-fusion --disable-jit-fuser --disable-bias-linear --moe-strategy fssdp --log-interval 1
-"""
+ARGUMENTS = f"{TINY_GPT_MOE} --disable-bias-linear --train-iters 2 --log-interval 1 --mock-data"
 
 
 def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +34,7 @@ def test_the_launcher_trains_with_a_strategy_from_yaml(tmp_path: Path) -> None:
     rank |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     settings = tmp_path / "strategy.yaml"
     settings.write_text(f"record_dir: {tmp_path / 'records'}\n")
-    words = [*ARGUMENTS.split(), "--moe-strategy-config", str(settings)]
+    words = [*ARGUMENTS.split(), "--moe-strategy", "fssdp", "--moe-strategy-config", str(settings)]
     done = run(TRAINING, "pretrain_gpt", *words, MEGATRON_FSSDP_DEVICE="cpu", OMP_NUM_THREADS="1", **rank)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "iteration        2/       2" in done.stdout

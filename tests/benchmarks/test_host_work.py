@@ -7,6 +7,7 @@ import pytest
 from benchmarks.host.counted_layers import CASES, MEGATRON, RANKS, Case, count_on_rank
 from benchmarks.host.counted_passes import CountedPasses, most_of
 from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import VIRTUAL_PRELOAD
 
 QUICK = [case for case in CASES if case.name in (MEGATRON, "fssdp", "fssdp, exact shares", "quota")]
 
@@ -14,7 +15,7 @@ QUICK = [case for case in CASES if case.name in (MEGATRON, "fssdp", "fssdp, exac
 @cache
 def counts(*, whole: bool) -> dict[str, CountedPasses]:
     num_ranks, cases = (RANKS, CASES) if whole else (2, QUICK)
-    return most_of(run_ranks(count_on_rank, num_ranks, cases))
+    return most_of(run_ranks(count_on_rank, num_ranks, cases, preload=VIRTUAL_PRELOAD))
 
 
 def assert_in_budget(case: Case, found: dict[str, CountedPasses]) -> None:

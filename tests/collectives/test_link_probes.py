@@ -1,7 +1,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives import link_probes
 from megatron_fssdp.collectives.link_probes import measure_collective, measure_links
-from megatron_fssdp.config.cluster_description import CollectiveName
 from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit
 from megatron_fssdp.planning.cost.link_seconds import moves_traffic
 from megatron_fssdp.planning.placement.topology import Topology
@@ -75,92 +74,97 @@ def test_prices_of_exchanges_and_transfers_are_right_within_5_percent(
     assert priced_s == pytest.approx(machine.seconds(moved_DD), rel=0.05)
 
 
-def measure_given_times(rank: int, world_size: int, nodes: tuple[int, ...]) -> tuple[list[LinkCost], list]:
+# Nodes of four devices; the slowest rank's share of each class of links; the probes of each rank.
+CLASSES = [
+    ((0, 0, 0, 0), (4, 4, 4), (1, 1, 1, 1)),
+    # A byte of a node is half of one of each device. One device of each node also sends alone.
+    ((0, 0, 1, 1), (4, 20, 30), (3, 2, 3, 2)),
+    ((0, 1, 2, 3), (40, 40, 40), (1, 1, 1, 1)),
+    # A node of one device has no link inside, and fills its NIC alone.
+    ((0, 1, 1, 1), (4, 20, 20), (1, 2, 1, 1)),
+]
+
+
+def measure_given_times(rank: int, world_size: int) -> list[tuple[list[LinkCost], int]]:
     """Messages of rank r take r + 1 ms and r + 1 ns a byte, and ten times as long between nodes."""
-    probes: list[list[tuple[int, int]]] = []
+    found = []
+    for nodes, *_ in CLASSES:
+        probes: list[list[tuple[int, int]]] = []
 
-    def given_s(group: dist.ProcessGroup, edges: Any, num_bytes: int, device: torch.device) -> float:
-        if edges not in probes:
-            probes.append(edges)
-        crosses = any(nodes[source] != nodes[target] for source, target in edges)
-        return (rank + 1) * (1e-3 + 1e-9 * num_bytes) * (10 if crosses else 1)
+        def given_s(
+            group: Any, edges: Any, num_bytes: int, device: object, nodes=nodes, probes=probes
+        ) -> float:
+            if edges not in probes:
+                probes.append(edges)
+            crosses = any(nodes[source] != nodes[target] for source, target in edges)
+            return (rank + 1) * (1e-3 + 1e-9 * num_bytes) * (10 if crosses else 1)
 
-    link_probes._exchange_s = given_s
-    links = measure_links(dist.group.WORLD, Topology(nodes), CPU)
-    return [links.near, links.far_of_node, links.far_of_device], probes
-
-
-@pytest.mark.parametrize(
-    ("nodes", "slowest", "num_probes"),
-    [
-        ((0, 0, 0, 0), (4, 4, 4), (1, 1, 1, 1)),
-        # A byte of a node is half of one of each device. One device of each node also sends alone.
-        ((0, 0, 1, 1), (4, 20, 30), (3, 2, 3, 2)),
-        ((0, 1, 2, 3), (40, 40, 40), (1, 1, 1, 1)),
-        # A node of one device has no link inside, and fills its NIC alone.
-        ((0, 1, 1, 1), (4, 20, 20), (1, 2, 1, 1)),
-    ],
-)
-def test_a_class_of_links_has_the_costs_of_its_slowest_link(
-    nodes: tuple[int, ...], slowest: tuple[float, ...], num_probes: tuple[int, ...]
-) -> None:
-    results = run_ranks(measure_given_times, 4, nodes)
-    assert tuple(len(probes) for _, probes in results) == num_probes
-    for links, _ in results:
-        assert [link.beta_s_per_byte for link in links] == pytest.approx([1e-9 * one for one in slowest])
-        all_at_once = nodes == (0, 0, 1, 1)
-        alphas = [1e-3 * one for one in ((4, 40, 30) if all_at_once else slowest)]
-        assert [link.alpha_s for link in links] == pytest.approx(alphas)
+        link_probes._exchange_s = given_s
+        links = measure_links(dist.group.WORLD, Topology(nodes), CPU)
+        found.append(([links.near, links.far_of_node, links.far_of_device], len(probes)))
+    return found
 
 
-def measure_disturbed(rank: int, world_size: int, disturbed_rounds: int) -> LinkCost:
+def test_a_class_of_links_has_the_costs_of_its_slowest_link() -> None:
+    by_case = zip(*run_ranks(measure_given_times, 4), strict=True)
+    for (nodes, slowest, num_probes), results in zip(CLASSES, by_case, strict=True):
+        assert tuple(number for _, number in results) == num_probes
+        for links, _ in results:
+            assert [link.beta_s_per_byte for link in links] == pytest.approx([1e-9 * one for one in slowest])
+            all_at_once = nodes == (0, 0, 1, 1)
+            alphas = [1e-3 * one for one in ((4, 40, 30) if all_at_once else slowest)]
+            assert [link.alpha_s for link in links] == pytest.approx(alphas)
+
+
+def measure_disturbed(rank: int, world_size: int) -> list[LinkCost]:
     """In the first rounds, another process delays rank 0's small messages by a second."""
-    counted: Counter[int] = Counter()
+    costs = []
+    for rounds in (0, 7, 8):
+        counted: Counter[int] = Counter()
 
-    def given_s(group: dist.ProcessGroup, edges: Any, num_bytes: int, device: torch.device) -> float:
-        counted[num_bytes] += 1
-        is_disturbed = rank == 0 and counted[num_bytes] <= disturbed_rounds * link_probes._REPETITIONS
-        return 1e-3 + 1e-9 * num_bytes + (is_disturbed and num_bytes < 1 << 22)
+        def given_s(group: Any, edges: Any, num_bytes: int, device: Any, counted=counted, rounds=rounds):
+            counted[num_bytes] += 1
+            is_disturbed = rank == 0 and counted[num_bytes] <= rounds * link_probes._REPETITIONS
+            return 1e-3 + 1e-9 * num_bytes + (is_disturbed and num_bytes < 1 << 22)
 
-    link_probes._exchange_s = given_s
-    # Rank 2 is alone in its node, so it only takes part in the reduction over ranks.
-    return measure_links(dist.group.WORLD, Topology((0, 0, 1)), CPU).near
-
-
-@pytest.mark.parametrize(
-    ("disturbed_rounds", "alpha_s", "beta_s_per_byte"),
-    [(0, 1e-3, 1e-9), (7, 1e-3, 1e-9), (8, 0, (1e-3 + 1e-9 * (1 << 22)) / (1 << 22))],
-)
-def test_rounds_in_which_larger_messages_were_faster_are_repeated_and_bytes_are_never_free(
-    disturbed_rounds: int, alpha_s: float, beta_s_per_byte: float
-) -> None:
-    for cost in run_ranks(measure_disturbed, 3, disturbed_rounds):
-        assert cost.alpha_s == pytest.approx(alpha_s)
-        assert cost.beta_s_per_byte == pytest.approx(beta_s_per_byte)
+        link_probes._exchange_s = given_s
+        # Rank 2 is alone in its node, so it only takes part in the reduction over ranks.
+        costs.append(measure_links(dist.group.WORLD, Topology((0, 0, 1)), CPU).near)
+    return costs
 
 
-def measure_large(rank: int, world_size: int, most_bytes: int, beta_s: float) -> tuple[LinkCost, list[int]]:
+def test_rounds_in_which_larger_messages_were_faster_are_repeated_and_bytes_are_never_free() -> None:
+    for *repeated, given_up in run_ranks(measure_disturbed, 3):
+        for cost in repeated:
+            assert (cost.alpha_s, cost.beta_s_per_byte) == pytest.approx((1e-3, 1e-9))
+        assert given_up.alpha_s == 0
+        assert given_up.beta_s_per_byte == pytest.approx((1e-3 + 1e-9 * (1 << 22)) / (1 << 22))
+
+
+# Bytes of a whole expert, seconds a byte, and whether its message is measured.
+LARGE = [(1 << 28, 1e-10, True), (1 << 28, 1e-9, False), (99, 1e-10, False)]
+
+
+def measure_large(rank: int, world_size: int) -> list[tuple[LinkCost, list[int]]]:
     """Messages above 4 MiB take half of the time for a byte."""
-    sizes: list[int] = []
+    found = []
+    for most_bytes, beta_s, _ in LARGE:
+        sizes: list[int] = []
 
-    def given_s(group: dist.ProcessGroup, edges: Any, num_bytes: int, device: torch.device) -> float:
-        sizes.append(num_bytes)
-        return 1e-4 + beta_s * num_bytes / (1 if num_bytes <= 1 << 22 else 2)
+        def given_s(group: Any, edges: Any, num_bytes: int, device: Any, sizes=sizes, beta_s=beta_s) -> float:
+            sizes.append(num_bytes)
+            return 1e-4 + beta_s * num_bytes / (1 if num_bytes <= 1 << 22 else 2)
 
-    link_probes._exchange_s = given_s
-    return measure_links(dist.group.WORLD, Topology((0, 0)), CPU, most_bytes).near, sizes
+        link_probes._exchange_s = given_s
+        found.append((measure_links(dist.group.WORLD, Topology((0, 0)), CPU, most_bytes).near, sizes))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("most_bytes", "beta_s", "is_measured"),
-    [(1 << 28, 1e-10, True), (1 << 28, 1e-9, False), (99, 1e-10, False)],
-)
-def test_messages_of_a_whole_expert_are_measured_where_they_are_fast(
-    most_bytes: int, beta_s: float, is_measured: bool
-) -> None:
-    for cost, sizes in run_ranks(measure_large, 2, most_bytes, beta_s):
-        assert (most_bytes in sizes) == is_measured
-        assert (cost.time_s(1 << 28) < 0.75 * (1e-4 + beta_s * (1 << 28))) == is_measured
+def test_messages_of_a_whole_expert_are_measured_where_they_are_fast() -> None:
+    for of_rank in run_ranks(measure_large, 2):
+        for (most_bytes, beta_s, is_measured), (cost, sizes) in zip(LARGE, of_rank, strict=True):
+            assert (most_bytes in sizes) == is_measured
+            assert (cost.time_s(1 << 28) < 0.75 * (1e-4 + beta_s * (1 << 28))) == is_measured
 
 
 def measure(rank: int, world_size: int, nodes: tuple[int, ...]) -> list[LinkCost]:
@@ -175,28 +179,6 @@ def test_real_links_cost_something_and_one_device_has_none() -> None:
     assert all(link.time_s(1 << 22) > 1e-5 for link in first), "4 MiB were not sent"
     no_link = LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
     assert run_ranks(measure, 1, (0,)) == [[no_link] * 3]
-
-
-def measure_all(rank: int, world_size: int) -> list[LinkFit]:
-    """All collectives in pairs and in the whole world, and one among ranks 0 and 1 while the others wait."""
-    of_pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    names = [name for name in get_args(CollectiveName) if name != "all_to_all"]  # of cluster_profiler.py
-    groups = [(group, name) for group in (of_pairs, dist.group.WORLD) for name in names]
-    groups.append((of_pairs if rank < 2 else None, "point_to_point"))
-    return [
-        measure_collective(name, group, dist.group.WORLD, CPU, message_bytes=SIZES, num_repetitions=3)
-        for group, name in groups
-    ]
-
-
-def test_all_ranks_measure_the_same_positive_costs() -> None:
-    of_ranks = run_ranks(measure_all, 4)
-    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
-    for fit in of_ranks[0]:
-        assert 1e-6 < fit.cost.time_s(SIZES[-1]) < 1
-        assert fit.cost.beta_s_per_byte >= LEAST_BETA_S_PER_BYTE
-        assert fit.worst_relative_error >= 0
-        assert fit.r_squared <= 1
 
 
 def measure_given_collective(rank: int, world_size: int) -> LinkFit:

@@ -1,4 +1,5 @@
 import gc
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -39,30 +40,27 @@ def test_exposed_time_never_exceeds_the_transfers_time() -> None:
 
 
 def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on() -> None:
-    lane = ThreadLane()
+    lane, order = ThreadLane(), list[str]()
 
     def broken() -> None:
+        time.sleep(0.05)
+        order.append("first")
         raise ConnectionError("peer went away")
 
-    failed, next_one = (lane.submit(one_step(run), TransferTimer()) for run in (broken, dict))
+    runs = broken, lambda: order.append("second")
+    failed, next_one = (lane.submit(one_step(run), TransferTimer()) for run in runs)
     with pytest.raises(ConnectionError, match="peer went away"):
         failed.wait()
     assert failed.timer.seconds() == (0.0, 0.0)
     next_one.wait()
     assert next_one.timer.end is not None
+    assert order == ["first", "second"]
 
 
 def test_the_seconds_of_a_transfer_beside_an_interval() -> None:
     timer = TransferTimer(True, 0, 10.0, 14.0)
-    intervals = {
-        (8.0, 9.0): 0,
-        (8.0, 11.0): 1,
-        (11.0, 13.0): 2,
-        (13.0, 20.0): 1,
-        (9.0, 20.0): 4,
-        (14.0, 15.0): 0,
-    }
-    assert [timer.beside_s(*interval) for interval in intervals] == [*intervals.values()]
+    intervals = ((8.0, 9.0), (8.0, 11.0), (11.0, 13.0), (13.0, 20.0), (9.0, 20.0), (14.0, 15.0))
+    assert [timer.beside_s(*interval) for interval in intervals] == [0, 1, 2, 1, 4, 0]
     late = TransferTimer(True, 0, 10.0, 14.0, ends_at_wait=True)
     assert [one.beside_s(9.0, 20.0) for one in (late, TransferTimer())] == [0.0, 0.0]
 

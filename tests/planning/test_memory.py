@@ -68,10 +68,7 @@ SEVERAL, PASS, MICRO, STAYS = (
         ({**MICRO, "held": held(num_micro_batches=8, num_stages=4)}, (4 * 2400, 800, 0, 3600 + 2400)),
         # Flat copies are fp32 gradients of two layers, of owned experts and of replicas.
         (STAYS, (2400, 3 * 4 * 400, 3 * 4 * 1200, 2 * 6 * 400 + 3 * 6 * 400)),
-        (
-            {**STAYS, "optimizer": SHARED, "expert_data_parallel_size": 2},
-            (2400, 4800, 7200, 4800 + 7200),
-        ),
+        ({**STAYS, "optimizer": SHARED, "expert_data_parallel_size": 2}, (2400, 4800, 7200, 4800 + 7200)),
         # Some layers keep 2 replicas, and others have 5 for a pass: transfers of one layer at a time.
         (
             {**SEVERAL, "replicas": {ReplicaLife.ITERATION: 2, ReplicaLife.LAYER_PASS: 5}},

@@ -22,22 +22,18 @@ def page_of_a_run(folder: Path) -> Page:
 
 
 def page_of_three_runs(folder: Path) -> Page:
-    sizes = {"num_iterations": 12, "num_layers": 2, "num_micro_batches": 2}
-    names = ("ep", "fssdp", "fastermoe")
-    return run_page(shown_runs([write_made_run(folder / name, name, **sizes) for name in names]))
-
-
-def page_of_a_resumed_run(folder: Path) -> Page:
+    """The last run was resumed with another strategy, and its ranks share cores."""
     shared = {"ranks": 4, "cores": 2}
     starts = {1: RunSession("ep", 60, **shared), 21: RunSession("fssdp", 80, **shared)}
-    run = write_made_run(folder / "resumed", num_iterations=30, num_layers=2, starts=starts)
-    return run_page(shown_runs([run]))
+    sizes = {"num_iterations": 30, "num_layers": 2, "num_micro_batches": 2}
+    names = {"ep": None, "fastermoe": None, "fssdp": starts}
+    runs = [write_made_run(folder / name, name, **sizes, starts=of) for name, of in names.items()]
+    return run_page(shown_runs(runs))
 
 
 PAGES: dict[str, Callable[[Path], Page]] = {
     "run": page_of_a_run,
     "comparison": page_of_three_runs,
-    "resumed": page_of_a_resumed_run,
     "simulation": made_simulation_page,
 }
 

@@ -76,6 +76,12 @@ class CaseRun:
     def draw(self) -> Inputs:
         return draw_inputs(self.case, self.world_size, self.rng)
 
+    def end(self) -> list[LayerLoad]:
+        """End an iteration behind its passes; the loads of all layers."""
+        self.runtime.finish_gradients()
+        self.runtime.end_passes()
+        return self.runtime.end_iteration()
+
     def run(self) -> CaseResult:
         case, runtime = self.case, self.runtime
         for iteration in range(case.num_iterations):

@@ -58,13 +58,7 @@ def rank_groups(
         at = next(at for at, ranks in enumerate(members) if rank in ranks)
         node = NodeSlots(made[at], [one // peers for one in members[at]], timedelta(seconds=60))
     groups = ExpertGroups(
-        rows,
-        topology,
-        row() if overlaps else None,
-        column if peers > 1 else None,
-        everyone,
-        one_queue,
-        node,
+        rows, topology, row() if overlaps else None, column if peers > 1 else None, everyone, one_queue, node
     )
     megatron = ProcessGroupCollection()
     megatron.ep, megatron.tp_ep, megatron.tp, megatron.expt_tp = rows, everyone, alone, column

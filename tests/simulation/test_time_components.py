@@ -62,17 +62,6 @@ def test_a_fitted_all_to_all_counts_as_far_as_all_links_are_busy(
     assert seconds(outcome)["all-to-all"] == pytest.approx(2 * rows_s + 0.1 + 2 * 4 * 8 / 100)
 
 
-def test_even_loads_take_exactly_the_fitted_time() -> None:
-    fitted = {"all_to_all": {"inter_node": {"alpha_s": 0.25, "bandwidth_bytes_per_s": 20}}}
-    even = loads([[2] * 4] * 4)
-    outcome = simulate(
-        "ep", settings_of("ep"), even, cluster_of(nodes=2, collectives=fitted), job_of(devices=4, experts=4)
-    )
-    # Each device sends 4 rows to the other node, at 20 bytes/s.
-    rows_s = 4 * (10 + 6) / 20 + (2 + 1) * 0.25
-    assert seconds(outcome)["all-to-all"] == pytest.approx(2 * rows_s + 2 * 4 * 8 / 100)
-
-
 def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
     outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job_of())
     # Expert 0 is on both devices: 6 + 2 of device 1, 2 sent by device 0. At first it comes after the gate.

@@ -21,4 +21,6 @@ TRAINING_PRELOAD = (
     "tests.support.server_of_trainings",
 )
 
+# Without the patches for CPU ranks, for virtual devices.
+VIRTUAL_PRELOAD = tuple(entry for entry in TRAINING_PRELOAD if ":" not in entry)
 run_megatron_ranks = partial(testing.run_megatron_ranks, preload=TRAINING_PRELOAD)

@@ -4,25 +4,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.report.colours import TIME_PARTS
 
 from ...report.made_runs import write_made_run
 from ...report.page_parts import PageParts
+from .test_other_loads import command
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 OLD_RUN = ROOT / "tests" / "records" / "old_run"
 NAMES_AND_COLOURS = {(part.name, part.colour) for part in TIME_PARTS.values()}
-
-
-def command(*words: object) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 @pytest.fixture

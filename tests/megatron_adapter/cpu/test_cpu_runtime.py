@@ -47,7 +47,7 @@ def test_nothing_is_replaced_in_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> No
     cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
 
 
-def gather(rank: int, world_size: int) -> None:
+def gather_and_exchange(rank: int, world_size: int) -> None:
     ring, direct = dist.all_gather_into_tensor, dist.all_to_all_single
     for width, dtype in ((1, torch.bool), (256, torch.int64), (257, torch.int64)):
         own_R = [torch.arange(2 * width).add(one).view(2, width).to(dtype) for one in range(world_size)]
@@ -56,9 +56,6 @@ def gather(rank: int, world_size: int) -> None:
             all_gather_in_one_hop(ring, gathered, own_R[rank])
         assert torch.equal(gathered, torch.cat(own_R))
         assert in_one_hop.called == (width < 257)
-
-
-def exchange(rank: int, world_size: int) -> None:
     rows, uneven_RR = torch.arange(6.0).view(6, 1) + 10 * rank, np.array([[0, 4, 2], [6, 0, 0], [1, 2, 3]])
     for of_rank in ((None, None), (uneven_RR[:, rank], uneven_RR[rank])):
         stock, ours = (rows.new_zeros(6 if of_rank[0] is None else of_rank[0].sum(), 1) for _ in range(2))
@@ -68,8 +65,7 @@ def exchange(rank: int, world_size: int) -> None:
 
 
 def test_messages_take_one_hop_and_are_posted_at_once() -> None:
-    run_ranks(gather, 3)
-    run_ranks(exchange, 3)
+    run_ranks(gather_and_exchange, 3)
 
 
 def first_weights(rank: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:

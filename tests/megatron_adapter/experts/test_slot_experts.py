@@ -130,15 +130,6 @@ def _hooked(rank: int, world_size: int) -> dict[str, tuple[int, float, str]]:
     return found
 
 
-def test_changed_experts_are_refused() -> None:
-    """Hosts add adapters before DDP wraps the model, or later."""
-    for messages in run_megatron_ranks(_wrapped, 2, ep=2):
-        assert len(messages) == 11 + 2
-        for message in messages:
-            assert any(one in message for one in ("LoRA", "meta device", "Megatron-FSDP"))
-            assert "--moe-strategy none" in message
-
-
 class _Adapter(torch.nn.Module):
     """A linear layer beside a frozen one, as in LoRA."""
 
@@ -154,82 +145,75 @@ class _Quantized(torch.nn.Module):
     """A class that replaces that of a module in its place, as ModelOpt's do."""
 
 
-def _wrapped(rank: int, world_size: int) -> list[str]:
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
-
-    messages = []
-    for grouped, how in product(
-        (False, True), ("wrapped", "adapter inside", "class", "whole expert", "weight", "FSDP")
-    ):
-        layer = build(world_size, grouped=grouped)
-        layer(draw(rank))
-        linears = layer.experts if grouped else layer.experts.local_experts[-1]
-        if how == "wrapped":
-            linears.linear_fc1 = _Adapter(linears.linear_fc1)
-        elif how == "adapter inside":
-            linears.linear_fc2.adapter = torch.nn.Linear(HIDDEN, 2)
-        elif how == "weight":
-            name = "weight0" if grouped else "weight"
-            setattr(linears.linear_fc1, name, torch.nn.Parameter(getattr(linears.linear_fc1, name).detach()))
-        elif how == "FSDP":
-            next(layer.experts.parameters()).__fsdp_param__ = True
-        elif how == "class":
-            kind = type(linears.linear_fc2)
-            linears.linear_fc2.__class__ = type("Quantized", (_Quantized, kind), {})
-        elif not grouped:
-            layer.experts.local_experts[0] = _Adapter(layer.experts.local_experts[0])
-        else:
-            continue
-        with pytest.raises(ConfigurationError) as refused:
-            layer(draw(rank))
-        messages.append(str(refused.value))
-    for grouped in (False, True):
-        config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
-        layer = build_layer(config, "fssdp", {}, stock=True)
-        linears = layer.experts if grouped else layer.experts.local_experts[-1]
-        linears.linear_fc1.adapter = torch.nn.Linear(HIDDEN, 2)
-        with pytest.raises(ConfigurationError) as refused:
-            StrategyMoELayer.of(layer, session_of("fssdp", {}))
-        messages.append(str(refused.value))
-    return messages
+def _own(owner: Any, name: str) -> None:
+    setattr(owner, name, MethodType(getattr(type(owner), name), owner))
 
 
-def test_what_replicas_would_lack_is_refused() -> None:
-    """Hosts replace methods of single objects, quantize linear layers, and change gradients in hooks."""
-    for found in run_megatron_ranks(_changed, 2, ep=2):
-        for (what, *_), message in found.items():
+def _last(layer: Any) -> Any:
+    return getattr(layer.experts, "local_experts", [layer.experts])[-1]
+
+
+def _replace_weight(linear: Any) -> None:
+    name = "weight" if hasattr(linear, "weight") else "weight0"
+    setattr(linear, name, torch.nn.Parameter(getattr(linear, name).detach()))
+
+
+def _wrap_whole(experts: Any) -> None:
+    """The last expert, or grouped experts' second layer."""
+    if hasattr(experts, "local_experts"):
+        experts.local_experts[-1] = _Adapter(experts.local_experts[-1])
+    else:
+        experts.linear_fc2 = _Adapter(experts.linear_fc2)
+
+
+def _quantize(linear: Any) -> None:
+    linear.__class__ = type("Quantized", (_Quantized, type(linear)), {})
+
+
+BEFORE, AFTER, BOTH = (False,), (True,), (False, True)
+# What is said of a change, how it is made, and whether layers have joined the strategy when it comes.
+CHANGES: list[tuple[str, Callable[[Any], object], tuple[bool, ...]]] = [
+    ("another forward pass", lambda layer: _own(layer.experts, "forward"), BOTH),
+    ("Linear with another forward pass", lambda layer: _own(_last(layer).linear_fc1, "forward"), BOTH),
+    ("quantizers", lambda layer: _last(layer).linear_fc1.add_module("quantizer", torch.nn.Identity()), BOTH),
+    ("hooks on their", lambda layer: [*layer.experts.parameters()][-1].register_hook(torch.abs), BOTH),
+    ("combine_postprocess", lambda layer: _own(layer.token_dispatcher, "combine_postprocess"), BOTH),
+    # Afterwards it may call the method that was there.
+    ("postprocess", lambda layer: _own(layer, "postprocess"), BEFORE),
+    ("LoRA", lambda layer: setattr(_last(layer).linear_fc1, "adapter", torch.nn.Linear(HIDDEN, 2)), BOTH),
+    ("LoRA", lambda layer: setattr(_last(layer), "linear_fc1", _Adapter(_last(layer).linear_fc1)), AFTER),
+    ("LoRA", lambda layer: _wrap_whole(layer.experts), AFTER),
+    ("LoRA", lambda layer: _quantize(_last(layer).linear_fc2), AFTER),
+    ("meta device", lambda layer: _replace_weight(_last(layer).linear_fc1), AFTER),
+    (
+        "Megatron-FSDP",
+        lambda layer: setattr(next(layer.experts.parameters()), "__fsdp_param__", True),
+        AFTER,
+    ),
+]
+
+
+def test_changed_experts_are_refused() -> None:
+    """Hosts wrap, quantize and replace parts, add hooks, and replace methods of single objects."""
+    for messages in run_megatron_ranks(_changed, 2, ep=2):
+        for what, message in messages:
             assert what in message
             assert "--moe-strategy none" in message
 
 
-def _changed(rank: int, world_size: int) -> dict[tuple[str, bool, bool], str]:
-    """What is said of each change before and after layers with experts one by one and grouped have joined."""
+def _changed(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """What is said of each change of layers with experts one by one and grouped."""
     from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
-    def own(owner: Any, name: str) -> None:
-        setattr(owner, name, MethodType(getattr(type(owner), name), owner))
-
-    def linear(layer: Any) -> Any:
-        return getattr(layer.experts, "local_experts", [layer.experts])[-1].linear_fc1
-
-    changes: dict[str, Callable[[Any], object]] = {
-        "another forward pass": lambda layer: own(layer.experts, "forward"),
-        "Linear with another forward pass": lambda layer: own(linear(layer), "forward"),
-        "quantizers": lambda layer: linear(layer).add_module("quantizer", torch.nn.Identity()),
-        "hooks on their Parameters": lambda layer: [*layer.experts.parameters()][-1].register_hook(torch.abs),
-        "combine_postprocess": lambda layer: own(layer.token_dispatcher, "combine_postprocess"),
-        "postprocess": lambda layer: own(layer, "postprocess"),
-    }
-    found = {}
-    for what, grouped, joined in product(changes, (False, True), (False, True)):
-        if what == "postprocess" and joined:
-            continue  # It may call the method that was there.
-        config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
-        layer, session = build_layer(config, "fssdp", {}, stock=True), session_of("fssdp", {"slots": 1})
-        if joined:
-            StrategyMoELayer.of(layer, session)(draw(rank))
-        changes[what](layer)
-        with pytest.raises(ConfigurationError) as refused:
-            (layer if joined else StrategyMoELayer.of(layer, session))(draw(rank))
-        found[what, grouped, joined] = str(refused.value)
+    found = []
+    for (what, change, when), grouped in product(CHANGES, (False, True)):
+        for joined in when:
+            config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
+            layer, session = build_layer(config, "fssdp", {}, stock=True), session_of("fssdp", {"slots": 1})
+            if joined:
+                StrategyMoELayer.of(layer, session)(draw(rank))
+            change(layer)
+            with pytest.raises(ConfigurationError) as refused:
+                (layer if joined else StrategyMoELayer.of(layer, session))(draw(rank))
+            found.append((what, str(refused.value)))
     return found

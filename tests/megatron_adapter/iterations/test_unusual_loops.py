@@ -162,9 +162,8 @@ def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, 
     results = []
     quota, flexmoe = ("quota", {"slots": 2}), ("flexmoe", {})
     for loop, *others in (
-        *((late_reset, quota), (first_forward_alone, quota), (reading, flexmoe), (own_finalize, flexmoe)),
+        *((late_reset, quota), (first_forward_alone,), (reading, flexmoe), (own_finalize,), (in_parts,)),
         *((halving, quota, flexmoe), (crossed, quota, flexmoe), (averaged, quota), (in_chunks, quota)),
-        (in_parts, quota),
         (in_eval_mode, flexmoe),
     ):
         stock, _ = trained(("none", {}), loop)
@@ -214,6 +213,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
         for one in (plain, host):  # A model that was wrapped under ``none`` goes on as Megatron's own.
             swift(one, iteration)
     assert plain.found.losses == pytest.approx(host.found.losses)
+    for copy in (host.model.state_dict, partial(host.model.load_state_dict, {}, strict=False)):
+        note(copy)  # by names, while experts are elsewhere
     host.reset()
     host.forward().backward()
     write(host, [2 * parameter for parameter in host.gpt.parameters()])
@@ -229,6 +230,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
     note(lambda: megatron_fssdp.restore_owners(host.model))
     host.reset()
     note(lambda: megatron_fssdp.restore_owners(host.model))
+    note(partial(host.model.load_state_dict, host.model.state_dict(), strict=False))
+    assert not megatron_fssdp.restore_owners(host.model), "experts are home"
     while not said[-1]:
         note(lambda: host.step(host.passes()))  # Gradients are never set to zero, and experts move.
     for strategy in (MOVING, ("flexmoe", {"placement_interval": 1, "window": 1})):
@@ -261,10 +264,12 @@ def test_what_cannot_be_served_is_one_line() -> None:
     for *early, kept, moving, resident, written, parts, adam, adapted, other in run_megatron_ranks(
         refusals, 2, ep=2
     ):
-        middle, frozen, in_iteration, between = early[:4]
+        *copies, middle, frozen, in_iteration, between, home = early[:7]
+        assert all("reshard_interval=0" in one and "restore_owners" in one for one in copies)
         assert "written in the middle of an iteration" in middle
         assert not frozen
         assert not between
+        assert not home
         assert "in the middle of an iteration" in in_iteration
         assert "zero_grad_buffer()" in kept
         assert "passes in training mode" in moving

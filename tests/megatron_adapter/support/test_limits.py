@@ -110,7 +110,8 @@ TABLE = """
     ep | {PREPROCESS} moe_expert_capacity_factor=1.0 | graph_capacity
     fssdp slots=125 | {FLEX} | slots 129
     ep | {EQUAL} moe_latent_size=8 | latent_tokens
-    ep | {EQUAL} seq_length=9 | --seq-length 9 2
+    ep | {EQUAL} seq_length=9 | --seq-length 9 2 schedule s2
+    parm schedule=s1 | {EQUAL} seq_length=9 | --seq-length 9 2 schedule s2
     ep {GATE} | moe_router_fusion=true | topology
     ep {GATE} | moe_enable_routing_replay=true | topology
     ep {GATE} | moe_router_group_topk=1 | topology

@@ -61,12 +61,7 @@ def test_commands_know_it(installed: Path, tmp_path: Path) -> None:
     run["strategy"] = {"name": NAME}
     (folder / "config.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
 
-    doctor, *_ = commands(
-        installed,
-        ["doctor"],
-        ["simulate", *words, *job, *options],
-        ["report", folder],
-    )
+    doctor, *_ = commands(installed, ["doctor"], ["simulate", *words, *job, *options], ["report", folder])
     assert "second_home from second-home-strategy" in doctor
     ranking = json.loads((out / "ranking.json").read_text(encoding="utf-8"))
     rows = {row["strategy"]: row for row in ranking["strategies"]}

@@ -146,14 +146,7 @@ def run_passes_twice() -> None:
     wrap(RerunStateMachine, "__init__", start_reporting)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        FSSDP,
-        f"{FSSDP} rematerialize=true",
-        pytest.param("flexmoe", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("strategy", [FSSDP, *slow([f"{FSSDP} rematerialize=true", "flexmoe"])])
 def test_a_repeated_iteration_leaves_no_trace(strategy: str, text_data: Path, tmp_path: Path) -> None:
     """Plans follow from loads, so a repeated iteration must not count its loads twice."""
     runs, loads = [], []

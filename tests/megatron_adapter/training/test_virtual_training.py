@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fssdp.testing import run_ranks
-from tests.support.training_preload import TRAINING_PRELOAD
+from tests.support.training_preload import VIRTUAL_PRELOAD
 
 from ..training_run import (
     EP2,
@@ -29,8 +29,6 @@ from ..training_run import (
 from .parity.test_strategy_parity import cheap_links
 
 WORLD_SIZE = 4
-# The server imports Megatron without the patches for CPU ranks.
-PRELOAD = tuple(entry for entry in TRAINING_PRELOAD if not entry.endswith(":install"))
 # Parameters are drawn on the host, as the launcher has it on CPU ranks. Megatron moves them to the device
 # only with the distributed optimizer.
 VIRTUAL_GPT = Model(
@@ -121,7 +119,7 @@ def train_virtually(
     environment |= {"LOCAL_WORLD_SIZE": str(num_ranks), **variables}
     argv = command_line(VIRTUAL_GPT, arguments, data)
     runs: list[VirtualRun] = run_ranks(
-        train_on_device, num_ranks, argv, before, env=environment, preload=PRELOAD
+        train_on_device, num_ranks, argv, before, env=environment, preload=VIRTUAL_PRELOAD
     )
     for rank, run in enumerate(runs):
         assert not run.training.exit_code, f"rank {rank}:\n{run.training.errors[-3000:]}"

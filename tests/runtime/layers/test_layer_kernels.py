@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from devtools.virtual_cuda import EventKind, virtual_cuda
 from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import VIRTUAL_PRELOAD
 
 from .. import rank_layer
 from ..case_run import CaseRun
 from ..layer_case import LayerCase
-from .test_virtual_devices import PRELOAD
 
 RANKS, LAYERS, REPLICAS = 4, 2, 12
 KERNELS = (EventKind.OPERATOR, EventKind.COLLECTIVE, EventKind.P2P_BATCH)
@@ -104,7 +104,7 @@ def count(rank: int, world_size: int) -> dict[str, list[Counter[str]]]:
 
 
 def test_12_replicas_add_few_batches_and_kernels_to_a_layer() -> None:
-    for of_placement in run_ranks(count, RANKS, preload=PRELOAD):
+    for of_placement in run_ranks(count, RANKS, preload=VIRTUAL_PRELOAD):
         owners, everywhere = of_placement["owners"], of_placement["everywhere"]
         assert [one["batch"] for one in owners] == [0, 0]
         assert all(0 < one["batch"] <= 3 * LAYERS for one in everywhere)

@@ -38,9 +38,7 @@ def iterate(run: CaseRun) -> list[bytes]:
     run.runtime.begin_iteration(1)
     run.forward(run.draw())[0].sum().backward()
     digests = [layer.slots.passes.shared.digest for layer in run.layers]
-    run.runtime.finish_gradients()
-    run.runtime.end_passes()
-    run.runtime.end_iteration()
+    run.end()
     return digests
 
 

@@ -67,9 +67,19 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("life", SLOTS)
-def test_all_ranks_and_layers_get_the_same_profile(life: ReplicaLife) -> None:
-    found = [entry for rank in run_ranks(profile, 2, ROWS, held(life)) for entry in rank]
+def profiles(
+    rank: int, world_size: int, rows: list[tuple[int, ...]], lives: list[ReplicaLife]
+) -> list[list[tuple[LayerProfile | None, bool]]]:
+    return [profile(rank, world_size, of, held(life)) for of in rows for life in lives]
+
+
+def test_all_ranks_and_layers_get_the_same_profile() -> None:
+    by_life = zip(*run_ranks(profiles, 2, [ROWS], list(SLOTS)), strict=True)
+    for life, of_ranks in zip(SLOTS, by_life, strict=True):
+        check_profile(life, [entry for rank in of_ranks for entry in rank])
+
+
+def check_profile(life: ReplicaLife, found: list[tuple[LayerProfile | None, bool]]) -> None:
     assert len(found) == 4
     assert all(is_over for _, is_over in found)
     one = found[0][0]
@@ -91,9 +101,7 @@ def test_all_ranks_and_layers_get_the_same_profile(life: ReplicaLife) -> None:
 
 
 def test_ranks_without_rows_do_not_count_in_the_throughput() -> None:
-    (first, _), *_ = run_ranks(profile, 2, (0, 400), held(ReplicaLife.ITERATION))[0]
-    assert first is not None
-    assert first.cluster.expert_flops_per_s == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)
-    (first, _), *_ = run_ranks(profile, 2, (0, 0), held(ReplicaLife.ITERATION))[0]
-    assert first is not None
-    assert first.cluster.expert_flops_per_s == 1e15
+    found, _ = run_ranks(profiles, 2, [(0, 400), (0, 0)], [ReplicaLife.ITERATION])
+    one, none = (layers[0][0].cluster.expert_flops_per_s for layers in found)
+    assert one == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)
+    assert none == 1e15

@@ -1,6 +1,5 @@
-"""Iterations of a runtime: plans, histories, counts that arrive, disagreements, dropped transfers, memory."""
+"""Iterations of a runtime: plans, histories, counts that arrive, disagreements, dropped transfers."""
 
-import gc
 from dataclasses import replace
 from unittest import mock
 
@@ -11,12 +10,9 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.testing import run_ranks
 
@@ -31,18 +27,19 @@ CASE = LayerCase("runtime", num_nodes=1)
 
 def plans_last_an_iteration(rank: int, world_size: int) -> None:
     run = CaseRun(CASE)
-    slots, runtime, plans = run.layers[0].slots, run.runtime, []
+    slots, runtime, plans, measured = run.layers[0].slots, run.runtime, [], []
+    slots.lifecycle.stopwatch = watch = LayerStopwatch()
     for _ in range(3):
         runtime.begin_iteration(2)
         plan = slots.plan_iteration()
         for _ in range(2):
             run.forward(run.draw())[0].sum().backward()
             assert slots.plan_iteration() is plan
-        runtime.finish_gradients()
-        runtime.end_passes()
-        runtime.end_iteration()
+        run.end()
         plans.append(plan.digest())
+        measured.append(len(watch._experts))
     assert len(set(plans)) == 3
+    assert measured == [2, 2, 4], "costs leave out the cold iteration"
     assert slots.history.num_seen == 3
     # The end of the iteration finds gradients that would be lost.
     runtime.begin_iteration(2)
@@ -56,23 +53,6 @@ def plans_last_an_iteration(rank: int, world_size: int) -> None:
 
 def test_a_plan_lasts_an_iteration() -> None:
     run_layer_ranks(plans_last_an_iteration, 2)
-
-
-def costs_leave_out_the_cold_iteration(rank: int, world_size: int) -> None:
-    run, watch, num_measured = CaseRun(CASE), LayerStopwatch(), []
-    run.layers[0].slots.lifecycle.stopwatch = watch
-    for _ in range(3):
-        run.runtime.begin_iteration(1)
-        run.forward(run.draw())[0].sum().backward()
-        run.runtime.finish_gradients()
-        run.runtime.end_passes()
-        run.runtime.end_iteration()
-        num_measured.append(len(watch._experts))
-    assert num_measured == [1, 1, 2]
-
-
-def test_costs_leave_out_the_cold_iteration() -> None:
-    run_layer_ranks(costs_leave_out_the_cold_iteration, 2)
 
 
 def evaluations_correct_nothing(rank: int, world_size: int) -> None:
@@ -229,50 +209,6 @@ def drop(rank: int, world_size: int) -> list[int]:
 def test_transfers_of_a_dropped_iteration_are_awaited() -> None:
     # The second layer's weights travel in two parts. The first layer's have arrived.
     assert run_layer_ranks(drop, 2) == [[2, 2, 2]] * 2
-
-
-def memory(rank: int, world_size: int, life: ReplicaLife, schedule: str) -> tuple[int, int, int]:
-    """Most bytes of replicas during the passes, after them, and bytes of one layer's weights."""
-    case = LayerCase("memory", life, placement="everywhere", num_layers=3, num_nodes=1, schedule=schedule)
-    run, seen = CaseRun(case), [0]
-
-    def held() -> int:
-        alive = (one for one in gc.get_objects() if isinstance(one, ReplicaSlots))
-        return sum(one.held_bytes for one in alive)
-
-    def sampling(layer: SlotLayer, output: torch.Tensor) -> torch.Tensor:
-        seen.append(held())
-        output = finish(layer, output)
-        output.register_hook(lambda gradient: seen.append(held()))
-        return output
-
-    finish = SlotLayer.finish
-    run.runtime.begin_iteration(schedule.count("F"))
-    batches = [run.draw() for _ in range(schedule.count("F"))]
-    with mock.patch.object(SlotLayer, "finish", sampling):
-        run.run_passes(schedule, batches)
-    run.runtime.finish_gradients()
-    run.runtime.end_passes()
-    run.runtime.end_iteration()
-    replicas = case.num_experts - len(run.layers[0].parameters)
-    return max(seen), held(), replicas * run.layers[0].slots.experts.layout().num_bytes
-
-
-@pytest.mark.parametrize(
-    ("life", "schedule", "most"),
-    [
-        # In fp64, weights and sums of a layer have equally many bytes.
-        (ReplicaLife.LAYER_PASS, "FFBB", 3),
-        (ReplicaLife.ITERATION, "FB", 3 + 2),
-        (ReplicaLife.ITERATION, "FFBB", 3 + 3),
-        (ReplicaLife.MICRO_BATCH, "FB", 3 + 2),
-        (ReplicaLife.MICRO_BATCH, "FFBB", 6 + 2),
-    ],
-)
-def test_replicas_take_the_memory_of_their_life(life: ReplicaLife, schedule: str, most: int) -> None:
-    for largest, afterwards, of_layer in run_layer_ranks(memory, 2, life, schedule):
-        assert 0 < largest <= most * of_layer, largest / of_layer
-        assert afterwards == 0
 
 
 def build_wrongly(rank: int, world_size: int) -> None:

@@ -57,9 +57,7 @@ def iterate(run: CaseRun, num_batches: int) -> list[list[list[list[int]]]]:
             run.forward(run.draw(), training=False)
         runtime.end_evaluation(before)
         output.sum().backward()
-    runtime.finish_gradients()
-    runtime.end_passes()
-    loads = runtime.end_iteration()
+    loads = run.end()
     for load, of_layer in zip(loads, wanted, strict=True):
         assert load.counts_DE.tolist() == np.sum(of_layer, axis=0).tolist()
     return wanted

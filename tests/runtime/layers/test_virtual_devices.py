@@ -18,14 +18,13 @@ from megatron_fssdp.collectives.transfer_lanes import StreamTransfer
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
 from megatron_fssdp.runtime.layers import local_layer
 from megatron_fssdp.testing import RankError, run_ranks
-from megatron_fssdp.testing.ranks import DEFAULT_PRELOAD
+from tests.support.training_preload import VIRTUAL_PRELOAD
 
 from ..case_run import CaseRun
 from ..layer_case import LayerCase
 from ..rank_layer import rank_groups
 from .test_slot_layer import FOUR
 
-PRELOAD = (*DEFAULT_PRELOAD, "megatron.core.transformer.moe.token_dispatcher")
 # Non-reentrant recomputation asks torch for a real device.
 CASES = tuple(
     replace(case, device="cuda", has_main_grad=True)
@@ -120,7 +119,11 @@ def outcomes(cases: tuple[LayerCase, ...]) -> list[dict[str, Found]] | RankError
     """Results of all cases from one start of the ranks; an error is kept as well."""
     try:
         return run_ranks(
-            run_cases, 2 if cases is ON_TWO else 4, cases, preload=PRELOAD, timeout_s=900 + 20 * len(cases)
+            run_cases,
+            2 if cases is ON_TWO else 4,
+            cases,
+            preload=VIRTUAL_PRELOAD,
+            timeout_s=900 + 20 * len(cases),
         )
     except RankError as error:
         return error

@@ -20,8 +20,7 @@ from .hot_layer import DEVICES, EXPERTS, hot_counts_DE
 from .test_exact_plans import SLOW
 
 QUICK_LINKS = dataclasses.replace(
-    SLOW,
-    profile=dataclasses.replace(SLOW.costs, expert_bytes=400_000, flops_per_token=4e8),
+    SLOW, profile=dataclasses.replace(SLOW.costs, expert_bytes=400_000, flops_per_token=4e8)
 )
 """Experts whose weights travel quickly, so that gathers that nothing hides pay."""
 

@@ -3,7 +3,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -129,25 +128,27 @@ def forget_to_wait_for_a_message() -> None:
     out.add_(1)
 
 
-def find(rank: int, world_size: int, call: str) -> list[FindingKind]:
-    refused = contextlib.suppress(ValueError, RuntimeError)  # gloo refuses tensors that are not contiguous
-    with virtual_cuda() as device, refused:
-        globals()[call]()
-    return [finding.kind for finding in device.findings]
+MISTAKES: dict[Callable[[], None], list[FindingKind]] = {
+    forget_to_wait: [FindingKind.RACE],
+    wait_on_another_stream: [FindingKind.RACE, FindingKind.FREED_IN_USE],
+    forget_to_wait_for_a_message: [FindingKind.RACE],
+    send_a_cpu_tensor: [FindingKind.NCCL_CPU],
+    send_every_second_number: [FindingKind.NCCL_NOT_CONTIGUOUS],
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "kinds"),
-    [
-        (forget_to_wait, [FindingKind.RACE]),
-        (wait_on_another_stream, [FindingKind.RACE, FindingKind.FREED_IN_USE]),
-        (forget_to_wait_for_a_message, [FindingKind.RACE]),
-        (send_a_cpu_tensor, [FindingKind.NCCL_CPU]),
-        (send_every_second_number, [FindingKind.NCCL_NOT_CONTIGUOUS]),
-    ],
-)
-def test_mistakes_are_found(call: Callable[[], None], kinds: list[FindingKind]) -> None:
-    assert run_ranks(find, WORLD_SIZE, call.__name__) == [kinds] * WORLD_SIZE
+def find(rank: int, world_size: int) -> list[list[FindingKind]]:
+    kinds = []
+    for call in MISTAKES:
+        refused = contextlib.suppress(ValueError, RuntimeError)  # gloo refuses what is not contiguous
+        with virtual_cuda() as device, refused:
+            call()
+        kinds.append([finding.kind for finding in device.findings])
+    return kinds
+
+
+def test_mistakes_are_found() -> None:
+    assert run_ranks(find, WORLD_SIZE) == [[*MISTAKES.values()]] * WORLD_SIZE
 
 
 def reuse_at_once(rank: int, world_size: int) -> tuple[list[FindingKind], int, int]:

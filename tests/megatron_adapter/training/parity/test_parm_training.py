@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fssdp.records.metrics import read_metrics
 
-from ...training_run import HALF, assert_close, train_on_all_ranks
+from ...training_run import HALF, assert_close
 from .comparison import Layout, layouts, trained
 
 SCHEDULES = [f"parm schedule={name}" for name in ("baseline", "megatron", "s1", "s2", "auto")]
@@ -59,12 +59,9 @@ def test_the_selected_schedule_is_logged_and_recorded(text_data: Path, tmp_path:
         assert f"schedule {layer.schedule} " in message
 
 
-def test_indivisible_sequences_are_refused(text_data: Path) -> None:
+def test_sequences_that_ranks_cannot_divide_have_schedule_s2(text_data: Path) -> None:
     arguments = f"{LAYOUTS['parts'].arguments} --seq-length 15 --max-position-embeddings 15"
     odd = replace(LAYOUTS["parts"], num_iterations=2, arguments=arguments)
-    failed = train_on_all_ranks(4, f"{{EP2}} {arguments}", text_data, strategy="parm schedule=s1")
-    assert all(run.exit_code == 2 for run in failed)
-    assert all("schedule=s2" in run.errors for run in failed)
     run = trained(odd, "parm", text_data)
     assert any("schedule s2 " in message for message in run.messages)
 

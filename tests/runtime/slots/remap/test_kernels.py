@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
@@ -17,7 +17,7 @@ from tests.drawn_examples import examples
 from tests.planning.placement_cases import random_counts_DE
 from tests.support.python_process import python_output
 
-from .exact_reference import exact_ends_ED
+from .exact_reference import ENOUGH, exact_ends_ED
 from .test_reference import drawn_routing
 
 pytest.importorskip("devtools.virtual_cuda.posing.triton_kernels")  # which makes Triton's interpreter faster
@@ -30,18 +30,16 @@ def to_device(tensor):
     return tensor.to(DEVICE)
 
 
-@st.composite
-def cases(draw):
+def drawn_layer(rng):
     """Nodes of several sizes, with devices that have between none and all of the others' experts."""
-    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    sizes = rng.integers(1, 4, rng.integers(1, 4))
     topology = Topology(tuple(np.repeat(range(len(sizes)), sizes)))
     devices = topology.num_devices
-    experts = devices * draw(st.sampled_from([1, 3, 8]))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    experts = devices * int(rng.choice([1, 3, 5]))
     owner_E = even_owners(experts, devices)
-    present_ED = rng.random((experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.4, 1.0]))
+    present_ED = rng.random((experts, devices)) < rng.choice([0.0, 0.1, 0.4, 1.0])
     present_ED[np.arange(experts), owner_E] = True
-    return topology, ExpertPlacement(owner_E, present_ED), rng
+    return topology, ExpertPlacement(owner_E, present_ED)
 
 
 def both(of_torch, of_triton, routing_map, probs, upstream):
@@ -58,24 +56,20 @@ def both(of_torch, of_triton, routing_map, probs, upstream):
     return zip(*results, strict=True)
 
 
-@examples(6)
-@given(
-    cases(),
-    st.sampled_from([0, 1, 64, 65, 130]),
-    st.booleans(),
-    st.sampled_from([3, 300]),
-    st.sampled_from([1024, 32]),
-)
-def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is_counted, scale, elements):
+@examples(16, phases=[Phase.generate])  # Shrinking would take minutes.
+@given(st.integers(0, 2**32 - 1))
+def test_map_probabilities_and_gradients_have_the_same_bits(seed):
     """Few elements of a matrix mean several blocks of experts, each with a program of its own."""
-    topology, placement, rng = case
+    rng = np.random.default_rng(seed)
+    topology, placement = drawn_layer(rng)
+    num_tokens, scale = int(rng.choice([0, 1, 64, 65, 130])), int(rng.choice([3, 300]))
     slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()), multiple=2)
     source = int(rng.integers(topology.num_devices))
     routing_map, probs = drawn_routing(rng, num_tokens, placement.num_experts)
     counts_DE = (
         random_counts_DE(int(rng.integers(2**32)), topology.num_devices, placement.num_experts) * scale
     )
-    if is_counted:
+    if rng.random() < 0.5:
         counts_DE[source] = routing_map.sum(0).numpy()
     upstream = torch.tensor(rng.random((num_tokens, slots.num_slots)), dtype=torch.float32, device=DEVICE)
     here = routing_map.to(DEVICE), probs.to(DEVICE), upstream
@@ -83,7 +77,9 @@ def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is
     table = Shares.by_table(even_table(slots, placement, topology, source), slots, to_device)
     sent_ED = placement.present_ED * rng.integers(0, 30, placement.present_ED.shape)
     known = Shares.by_intervals(sent_ED, slots, DEVICE)
-    ends_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source)
+    # Compiled kernels keep their constants, so only the interpreted ones often share evenly.
+    enough = ENOUGH if torch.cuda.is_available() else rng.choice([ENOUGH, 1e9])
+    ends_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source, enough)
     wanted = Shares.by_intervals(np.diff(ends_ED, axis=1, prepend=0), slots, DEVICE)
     exact = (
         slots,
@@ -94,7 +90,9 @@ def test_map_probabilities_and_gradients_have_the_same_bits(case, num_tokens, is
         lambda counts_E: torch.tensor(counts_DE, device=DEVICE),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interval_kernel, "_ELEMENTS", elements)
+        patch.setattr(interval_kernel, "_ELEMENTS", int(rng.choice([1024, 32])))
+        if enough > ENOUGH:
+            patch.setattr(interval_kernel, "_ENOUGH", enough)
         for of_torch, of_triton in (
             (lambda: table, lambda: table),
             (lambda: known, lambda: known),

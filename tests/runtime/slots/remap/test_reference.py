@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.remap.reference import by_number, remap_by_table
-from megatron_fssdp.runtime.slots.remap.shares import Shares
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import placements
 
@@ -68,32 +67,3 @@ def test_probabilities_keep_their_type_and_all_entries(dtype):
     slot_map, slot_probs = remap_by_table(routing_map, probs, torch.tensor(by_number(np.array([[3, 1]]))), 4)
     assert slot_map.tolist() == [[False, False, False, True], [False] * 4]
     assert (slot_probs.dtype, slot_probs.tolist()) == (dtype, [[0, 0.25, 0, 0.5], [0, 0.125, 0, 0.75]])
-
-
-@examples(50)
-@given(placements(), st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 7, 90]))
-def test_every_token_goes_to_the_interval_that_has_its_number(case, seed, num_tokens):
-    _, placement = case
-    rng = np.random.default_rng(seed)
-    slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
-    routing_map, probs = drawn_routing(rng, num_tokens, placement.num_experts)
-    sent_ED = np.zeros(placement.present_ED.shape, np.int64)
-    for expert, number in enumerate(routing_map.sum(0).tolist()):
-        holders = np.flatnonzero(placement.present_ED[expert])
-        sent_ED[expert, holders] = np.bincount(rng.integers(0, len(holders), number), minlength=len(holders))
-    probs.requires_grad_()
-    known = Shares.by_intervals(sent_ED, slots, torch.device("cpu"))
-    slot_map, slot_probs = known.remap(routing_map, probs)
-
-    # Token by token, in the order of the devices.
-    wanted, number_E = np.zeros((num_tokens, slots.num_slots), bool), np.zeros(len(sent_ED), int)
-    for token, expert in np.argwhere(routing_map.numpy()):
-        device = np.searchsorted(np.cumsum(sent_ED[expert]), number_E[expert], side="right")
-        wanted[token, slots.slot_ED[expert, device]] = True
-        number_E[expert] += 1
-    np.testing.assert_array_equal(slot_map.numpy(), wanted)
-    (slot_probs * slot_map).sum().backward()
-    assert torch.equal(probs.grad, routing_map.float())
-    moved = (slot_probs * slot_map).detach().numpy()
-    for token, slot in np.argwhere(wanted):
-        assert moved[token, slot] == probs[token, slots.expert_DU.reshape(-1)[slot]].item()
