@@ -26,17 +26,9 @@ TABLE = """
     megatron= | Megatron | problem | pip install 'megatron-core>=0.19,<0.21'
     megatron=0.19.2!ImportError | Megatron | problem | fix the cause
     megatron=0.18.0 | Megatron | note | tested with megatron-core >=0.19,<0.21
-<<<<<<< HEAD:tests/cli/doctor/test_doctor.py
-    megatron=0.20.0+abc | Megatron | ok | 0.20.0 (/site-packages/[it])
     te=2.5.0!symbol gpus=8 | Transformer Engine | problem | imported: symbol
-=======
     megatron=0.21.0rc0 | Megatron | note | tested with megatron-core >=0.19,<0.21
     megatron=0.20.9+abc | Megatron | ok | 0.20.9 (/site-packages/[it])
-    megatron=0.19.2!RuntimeError@Apex | Megatron | problem | wanted a complete Apex or none
-    megatron=0.19.2!RuntimeError@Transformer_Engine te=2.5.0 | Megatron | note | because of Transformer Engine
-    megatron=0.19.2!Empty@Transformer_Engine te=2.5.0 | Transformer Engine | problem | imported: Empty
-    te=2.5.0!symbol gpus=8 | Transformer Engine | problem | wanted a complete Transformer Engine or none
->>>>>>> refs/heads/tests:tests/megatron_adapter/diagnosis/test_doctor.py
     | Transformer Engine | ok | only needed on GPUs
     gpus=8 | Transformer Engine | note | TEGroupedMLP
     gpus=8 te=2.5.0+abc | Transformer Engine | ok | 2.5.0
