@@ -91,8 +91,7 @@ class InstalledPackage:
         return bool(self.location) and not self.error
 
     def __str__(self) -> str:
-        # Megatron appends the commit of the repository around its folder, which need not be its own.
-        return f"{self.version.partition('+')[0]} ({self.location})"
+        return f"{self.version} ({self.location})"
 
 
 def look_for(package: str, distribution: str, part: str = "") -> InstalledPackage:
@@ -112,6 +111,9 @@ def look_for(package: str, distribution: str, part: str = "") -> InstalledPackag
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             version = InstalledPackage.version
+    if distribution == "megatron-core":
+        # It appends the commit of the repository around its folder, which need not be its own.
+        version = str(version).partition("+")[0]
     return InstalledPackage(str(version), location, error)
 
 

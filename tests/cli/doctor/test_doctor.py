@@ -28,10 +28,10 @@ TABLE = """
     megatron=0.18.0 | Megatron | note | tested with megatron-core >=0.19,<0.21
     te=2.5.0!symbol gpus=8 | Transformer Engine | problem | imported: symbol
     megatron=0.21.0rc0 | Megatron | note | tested with megatron-core >=0.19,<0.21
-    megatron=0.20.9+abc | Megatron | ok | 0.20.9 (/site-packages/[it])
+    megatron=0.20.9+abc | Megatron | ok | 0.20.9+abc (/site-packages/[it])
     | Transformer Engine | ok | only needed on GPUs
     gpus=8 | Transformer Engine | note | TEGroupedMLP
-    gpus=8 te=2.5.0+abc | Transformer Engine | ok | 2.5.0
+    gpus=8 te=2.5.0+abc | Transformer Engine | ok | 2.5.0+abc
     gpus=8 nproc_per_node=8 context_parallel_size=2 | context parallelism | problem | install it
     gpus=8 | GPUs | ok | 8 × NVIDIA H100 80GB HBM3, 80.0 GiB
     gpus=8 MEGATRON_FSSDP_DEVICE=cpu | GPUs | note | not used
