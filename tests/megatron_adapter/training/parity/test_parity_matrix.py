@@ -43,7 +43,7 @@ LAYOUTS = layouts(
     tp2_expert_tp1_distributed_expert_bias | 4 4 | {TP2} {WHOLE_EXPERTS} {DISTRIBUTED} {EXPERT_BIAS}
         --moe-router-topk 4 {NO_BIAS} | slots=2 overlap_degree=3 nodes=2
     tp2_expert_tp1_copies_overlaps_aux_loss | 4 2 | {TP2} {WHOLE_EXPERTS} {OVERLAPS} {AUX_LOSS} {SHARED}
-        {NO_BIAS} --bf16 | slots=2 overlap_degree=2 planner=hecate FSSDP_PROFILE_ITERATIONS=2
+        {NO_BIAS} | slots=2 overlap_degree=2 planner=hecate FSSDP_PROFILE_ITERATIONS=2
     tp1_expert_tp2_dropping_gelu | 4 2 | --expert-tensor-parallel-size 2 {NO_BIAS} {DROPPING} {SHARED}
         --clip-grad 0 | slots=2 overlap_degree=2 overlap=false nodes=2
     tp2_expert_tp2_copies_distributed | 8 2 | {TP2} {DISTRIBUTED} {GATED} {BATCH16} | slots=2 overlap_degree=3
