@@ -28,6 +28,10 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB.
 
 
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+
+
 @dataclass
 class IterationFacts:
     """What this rank's loop has done in an iteration, by what passed the seams of megatron-core."""
@@ -44,16 +48,15 @@ class IterationFacts:
 
     def note(self, results: Any, given: Mapping[str, Any]) -> None:
         """Note what a schedule was given and has returned; only the last pipeline stage gets losses."""
-        self.num_sequences += given["num_microbatches"] * given["micro_batch_size"]
-        self.seq_length = given["seq_length"]
+        # Without a pipeline, Megatron does not read sizes, so a loop may have None there.
+        self.num_sequences += given["num_microbatches"] * (given["micro_batch_size"] or 0)
+        self.seq_length = given["seq_length"] or 0
         for losses in results if isinstance(results, list) else ():
             loss = next(iter(losses.values()), None) if isinstance(losses, dict) else None
-            parts = (
-                loss.detach().view(-1)
-                if isinstance(loss, torch.Tensor)
-                else torch.tensor(loss or ()).view(-1)
-            )
-            if len(parts) in (1, 2):  # a mean, or a sum with the number of what it sums
+            parts = loss.detach().flatten() if isinstance(loss, torch.Tensor) else loss
+            parts = parts if isinstance(parts, torch.Tensor | list | tuple) else [parts]
+            # A mean, or a sum with the number of what it sums. Loops may return anything else, too.
+            if len(parts) in (1, 2) and all(map(_is_number, parts)):
                 self.loss_sum, self.loss_count = self.loss_sum + parts[0], self.loss_count + (*parts, 1)[1]
 
     @property
