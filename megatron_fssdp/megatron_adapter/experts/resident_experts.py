@@ -61,7 +61,6 @@ class ResidentExperts:
                 "--moe-strategy"
             )
         self._token_factor: float | torch.Tensor | None = None
-        self._versions: list[int] = []  # of the owners' Parameters when replicas had their contents
         # Of each resident slot of this rank, layer by layer.
         self.parameters = [_like(template) for template in templates for _ in range(slots)]
         first = model_chunks[0]
@@ -141,17 +140,12 @@ class ResidentExperts:
             slot_of = new.held_by(layer.groups.device, index)
             own = self.parameters[index * new.slots :]
             layer.lifecycle.keep(placement, {expert: own[slot] for expert, slot in slot_of.items()})
-        self._versions = self._owned.versions()
         return report
 
-    def check(self) -> None:
-        """Refuse, by a ConfigurationError, owners that somebody has written since the last step."""
-        if self._versions != self._owned.versions() and (self._map.expert_LDW != EMPTY).any():
-            raise ConfigurationError(
-                "resident replicas: got weights of experts that were written between two iterations, perhaps "
-                "those of a reference model, wanted weights that only the optimizer changes; use another "
-                "--moe-strategy"
-            )
+    @property
+    def holds_any(self) -> bool:
+        """Whether a device of this pipeline stage holds a resident replica."""
+        return bool((self._map.expert_LDW != EMPTY).any())
 
     def _scale_and_note(self, scale_gradients: Callable[[Any], None], factor: float | torch.Tensor) -> None:
         # Under --calculate-per-token-loss, Megatron sums gradients over the data-parallel ranks and divides
@@ -188,7 +182,6 @@ class ResidentExperts:
         # no replicas.
         self._resident_optimizer.prepare_grads()
         self._resident_optimizer.step_with_ready_grads()
-        self._versions = self._owned.versions()
 
     def _copy_settings(self) -> None:
         # Learning rate, weight decay and others change during a training.

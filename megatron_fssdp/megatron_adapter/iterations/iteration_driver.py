@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
@@ -67,7 +68,7 @@ class IterationDriver:
         self._iterations_to_measure = self._measured_replicas_bytes = 0
         self._began_s = 0.0
         self._number = 0
-        self._versions: list[int] = []  # of owned Parameters when the iteration began
+        self._versions = session.slots.versions()  # after the last step, move, or write that is known
         self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
@@ -132,14 +133,30 @@ class IterationDriver:
         """Begin the iteration that was prepared."""
         if self._residents is not None:
             self._residents.zero_gradients()
-        self._versions = self._session.slots.versions()
+        self.note_weights()
         self._number, self._began_s = iteration + 1, time.perf_counter()
         self.runtime.begin_iteration(num_micro_batches, iteration + 1)
 
-    def check_residents(self) -> None:
-        """Refuse weights that resident replicas have not followed, before forward passes."""
-        if self._residents is not None:
-            self._residents.check()
+    def check_weights(self) -> None:
+        """Refuse weights that somebody has written where experts are elsewhere, or have resident replicas."""
+        if self._versions == self._session.slots.versions():
+            return
+        written = "got weights of experts that were written outside of the optimizer, perhaps a reference's"
+        if self._residents is not None and self._residents.holds_any:
+            raise ConfigurationError(
+                f"resident replicas: {written}, wanted weights that only the optimizer changes; use another "
+                "--moe-strategy"
+            )
+        if not self._session.slots.owners.is_even:
+            raise ConfigurationError(
+                f"re-sharding: {written}, while Parameters hold other experts than their names say, wanted "
+                "this with experts at home; call megatron_fssdp.restore_owners(model) before, or "
+                f"{KEEP_OWNERS}"
+            )
+
+    def note_weights(self) -> None:
+        """Take the weights of experts as known: experts have moved, or the optimizer has stepped."""
+        self._versions = self._session.slots.versions()
 
     def renew_replicas(self) -> None:
         """Let this iteration's replicas follow weights that were written between two calls of a schedule.
@@ -184,6 +201,7 @@ class IterationDriver:
 
     def end(self) -> list[LayerLoad]:
         """End an iteration after the optimizer step, and return what each layer did."""
+        self.note_weights()
         if self._session.strategy.travel.exchange == "by_price":
             self._tell_exchange()
         plans = [layer.passes.plan for layer in self.runtime.layers]

@@ -112,13 +112,14 @@ class ModelIterations(HostModel):
             if self.session is not None:
                 self.session.runtime.expect(num_micro_batches)
             if self.driver is not None:
+                self.driver.check_weights()
                 self.driver.renew_replicas()
             return
         self._is_open, self._began_s, self._facts = True, time.perf_counter(), IterationFacts()
         if self._stock is not None:
             self._stock.clear()
         if self.driver is not None:
-            self.driver.check_residents()
+            self.driver.check_weights()
             if not self._is_prepared:  # An iteration that was dropped is not prepared again.
                 self.driver.prepare(self.num_done, num_micro_batches)
             self._is_prepared = True
@@ -160,7 +161,7 @@ class ModelIterations(HostModel):
             yield
             return
         if self.driver is not None:
-            self.driver.check_residents()
+            self.driver.check_weights()
         before = self.session.runtime.begin_evaluation()
         try:
             yield
@@ -203,6 +204,8 @@ class ModelIterations(HostModel):
 
     def _note_move(self) -> None:
         self._mixes = not self._is_zero or (self._is_open and self._has_gradients())
+        if self.driver is not None:
+            self.driver.note_weights()
 
     def _has_gradients(self) -> bool:
         # Passes that begin no iteration, as in eval mode without a schedule, leave gradients, too.
