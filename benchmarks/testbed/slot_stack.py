@@ -21,7 +21,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
@@ -56,7 +56,7 @@ class SlotStack(LayerStack):
         self._moves = ExpertMoves(self.runtime)
         self._selector: StrategySelector | None = None
         if selecting(strategy):
-            self._selector = StrategySelector(strategy, [groups.expert_parallel], torch.device("cpu"))
+            self._selector = StrategySelector(strategy, [groups.expert_parallel])
         self._num_done = 0
 
     def _owned(self) -> Sequence[ParametersByExpert]:
@@ -80,7 +80,7 @@ class SlotStack(LayerStack):
         self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> torch.Tensor:
         layer = self.runtime.layers[number]
-        layer.prepare(routing_map, training=True)
+        layer.prepare(routing_map)
         one = self._passes[number]
         self._ran[number].append(one.plan)
         dispatcher = self._dispatcher_of(one)
@@ -96,7 +96,7 @@ class SlotStack(LayerStack):
             def of_step(*arguments: torch.Tensor) -> tuple[torch.Tensor, None]:
                 return compute(*arguments, only_with_rows=True), None
 
-            late = layer.await_weights(rows, in_steps=True)
+            late = layer.await_weights(rows)
             rows = dispatcher.compute_in_steps(rows, row_probs, of_step, *late)
         else:
             layer.await_weights(rows)

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
 
-Steps = Generator[None, None, None]
-"""A transfer that stops after each batch that it has issued."""
+Steps = Generator[bool, None, None]
+"""A transfer that stops after each batch that it has issued, and says whether another one follows."""
 
 
 @dataclass(eq=False)
@@ -144,14 +144,12 @@ class StreamTransfer(PendingTransfer):
         lane: "StreamLane",
         steps: Steps,
         timer: TransferTimer,
-        num_batches: int,
-        at_once: int,
+        at_once: int | None,
         touched: Iterable[Tensor],
     ) -> None:
         super().__init__(timer)
-        self.num_issued = 0
-        self._lane, self._steps, self._touched = lane, steps, tuple(touched)
-        self.num_batches, self._at_once = num_batches, at_once
+        self.has_batches = True
+        self._lane, self._steps, self._touched, self._at_once = lane, steps, tuple(touched), at_once
         self._submitted_on = torch.cuda.current_stream(lane.device)
         self._ready = self._submitted_on.record_event()
 
@@ -160,8 +158,9 @@ class StreamTransfer(PendingTransfer):
 
         The end is left out: it waits for the last batch, which would hold up all that is queued behind it.
         """
-        for _ in range(min(self._at_once, self.num_batches - self.num_issued)):
-            self._issue_next()
+        for _ in range(self._at_once or 0):
+            if self.has_batches:
+                self._issue_next()
 
     def issue_all(self) -> None:
         """Issue all remaining batches, and the event that ends the transfer."""
@@ -175,9 +174,9 @@ class StreamTransfer(PendingTransfer):
                 stream.wait_event(self._ready)
                 self.timer.begin = now(is_cuda=True)
             try:
-                next(self._steps)
-                self.num_issued += 1
+                self.has_batches = next(self._steps)
             except StopIteration:
+                self.has_batches = False
                 self.timer.end = now(is_cuda=True)
 
     def wait(self) -> None:
@@ -205,7 +204,6 @@ class StreamLane:
         self,
         steps: Steps,
         timer: TransferTimer,
-        num_batches: int,
         at_once: int | None,
         touched: Iterable[Tensor],
     ) -> StreamTransfer:
@@ -216,7 +214,7 @@ class StreamLane:
         belong to the stream that waits for the transfer.
         """
         timer.ends_at_wait = at_once is not None
-        transfer = StreamTransfer(self, steps, timer, num_batches, at_once or num_batches, touched)
+        transfer = StreamTransfer(self, steps, timer, at_once, touched)
         self._open.append(transfer)
         if at_once is None:
             self.issue_through(transfer)
@@ -226,11 +224,10 @@ class StreamLane:
 
     def advance(self) -> None:
         """Issue the next batches of the first transfer that still has some: one point of the program."""
-        transfer = next(
-            (transfer for transfer in self._open if transfer.num_issued < transfer.num_batches), None
-        )
-        if transfer is not None:
-            transfer.issue()
+        for transfer in self._open:
+            if transfer.has_batches:
+                transfer.issue()
+                break
 
     def issue_through(self, transfer: StreamTransfer) -> None:
         """Issue everything of a transfer and of the transfers before it."""

@@ -22,7 +22,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.testing import run_ranks
@@ -115,7 +115,7 @@ class RankLayer:
 
     def move(self, owner_E: np.ndarray) -> None:
         self.parameters = self._own(owner_E)
-        self.slots.lifecycle.own(owner_E, self.parameters, self._layout())
+        self.slots.own(owner_E, self.parameters, self._layout())
 
     def keep(self, strategy: DrawnPlacements, number: int) -> None:
         context = self.slots.context
@@ -123,7 +123,7 @@ class RankLayer:
         own = {e: p for e, p in self.parameters.items() if context.owner_E[e] == self.groups.device}
         replicas = {e: self.make(e) for e in placement.experts_on(self.groups.device) if e not in own}
         self.parameters = {**own, **replicas}
-        self.slots.lifecycle.keep(placement, replicas)
+        self.slots.keep(placement, replicas)
 
     def leave(self) -> None:
         """Take the Parameters' values away until :meth:`arrive`, which makes every early read visible."""
@@ -145,10 +145,10 @@ class RankLayer:
         self._pass, self._dispatcher = slot_pass, self._dispatchers[kind]
         self._dispatcher.splits = slot_pass.splits
 
-    def forward(self, hidden: Tensor, probs: Tensor, routing_map: Tensor, training: bool = True) -> Tensor:
+    def forward(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
         """The layer's forward pass, ``[T, M]``."""
         slots = self.slots
-        slots.prepare(routing_map, training=training)
+        slots.prepare(routing_map)
         dispatcher = self._dispatcher
         rows, row_probs = dispatcher.dispatch_preprocess(
             hidden.unsqueeze(1), *slots.remap(routing_map, probs)

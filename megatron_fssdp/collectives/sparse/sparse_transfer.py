@@ -54,14 +54,9 @@ class Step(NamedTuple):
     receives: list[Message]
 
 
-def num_steps(plan: TransferPlan, num_chunks: int) -> int:
-    """Number of steps of a transfer, equal on all devices; some can be empty on a device."""
-    return num_chunks + plan.max_depth if num_chunks else 0
-
-
 def steps_of(plan: TransferPlan, device: int, num_chunks: int, *, is_gather: bool) -> list[Step]:
-    """The steps of a device in SparseAllGather, or in SparseReduceScatter."""
-    steps = [Step([], []) for _ in range(num_steps(plan, num_chunks))]
+    """The steps of a device in SparseAllGather, or in SparseReduceScatter: as many on all devices."""
+    steps = [Step([], []) for _ in range(num_chunks + plan.max_depth if num_chunks else 0)]
     incoming, outgoing = plan.edges_of(device)
     for edges, is_source in ((outgoing, True), (incoming, False)):
         for edge in edges:
@@ -176,8 +171,7 @@ class SparseTransfer:
         if not self._on_cuda:
             return thread_lane(self.group).submit(steps, timer)
         at_once = self.plan.max_depth + 1 if self._one_queue else None
-        lane = stream_lane(self.group, self.device)
-        return lane.submit(steps, timer, num_steps(self.plan, num_chunks), at_once, touched)
+        return stream_lane(self.group, self.device).submit(steps, timer, at_once, touched)
 
     def _steps(self, cargo: GatherCargo, num_chunks: int, puts: WeightPuts | None) -> Steps:
         """Post the steps in order, and wait only for what the next messages to pass on need."""
@@ -237,7 +231,7 @@ class SparseTransfer:
                     puts.put(copied)
                 open_sends.append((sent, outgoing))
                 if 0 <= t < len(steps):
-                    yield
+                    yield t + 1 < len(steps)
                 # What follows waits on the transfer's stream for the step that was posted before this one.
                 if len(open_sends) > lookahead + 1:
                     wait_for(open_sends.popleft()[0])

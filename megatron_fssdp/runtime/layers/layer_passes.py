@@ -11,8 +11,7 @@ import torch
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.runtime.layers.pass_binder import PassBinder
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import PassBinder, SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
@@ -41,7 +40,7 @@ class LayerPasses:
         self.own: list[SlotPass] = []  # of single micro-batches, whose gradients are not home
         self.in_use: SlotPass  # of the running forward pass, from :meth:`choose` on
         # In iterations, all passes are ``in_use``, whatever their routing is.
-        self.is_settled = False
+        self._is_settled = False
         self.is_alone = local.context.num_devices == 1
         self._is_bound, self._may_correct, self._lacks_parameters = False, True, True
         self._outside: tuple[LayerContext, SlotPass] | None = None
@@ -66,6 +65,8 @@ class LayerPasses:
         The map is ``None`` if a CUDA graph made it.
         """
         clock = self.local.clock
+        if self._is_settled and clock.driven:
+            return
         if not (self.is_alone or clock.driven):
             self._is_bound = False
             self.use(self._outside_pass(routing_map))
@@ -105,7 +106,7 @@ class LayerPasses:
         has_more = slot_pass.has_gradients or (plan.in_steps and not self.is_alone)
         slot_pass.is_late = has_more or local.strategy.may_replicate(local.context.layer)
         slot_pass.ends_at_dispatch = slot_pass.is_late and (has_more or local.context.delays_gradients)
-        self.is_settled = slot_pass is self.shared and not (plan.each_micro_batch or plan.corrects)
+        self._is_settled = slot_pass is self.shared and not (plan.each_micro_batch or plan.corrects)
         self.in_use, self._is_bound = slot_pass, True
         self.on_pass(slot_pass)
 
@@ -116,10 +117,12 @@ class LayerPasses:
         """
         self._await_parameters()
         transfers = None if self.shared is None else self.shared.transfers
-        if transfers is not None and first_part:
-            transfers.gather_first_part()
-        elif transfers is not None and transfers.plan.gather_ahead:
+        if transfers is None or self.local.groups.transfers is None:
+            return
+        if not first_part and transfers.plan.gather_ahead:
             transfers.prefetch(backward=False)
+        elif first_part and transfers.plan.is_split and not self.local.is_first:
+            transfers.gather_first_part()
 
     def prefetch_before(self) -> None:
         """Gather the weights of the layer before again, beside the compute between the layers."""
@@ -148,7 +151,7 @@ class LayerPasses:
 
     def forget(self) -> None:
         """Forget the plan of the iteration."""
-        self.shared, self.is_settled, self._is_bound = None, False, False
+        self.shared, self._is_settled, self._is_bound = None, False, False
         self._planner.planned = None
 
     def _outside_pass(self, routing_map: torch.Tensor | None) -> SlotPass:

@@ -1,8 +1,10 @@
-"""Puts the experts of one layer's plans into slots: which expert is where, its Parameters, and its tokens.
+"""Plans in use: which expert is in which slot, the remap of the routing, and the replicas' transfers.
 
 Shape letters: D devices, E experts, U slots of a device.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -11,14 +13,55 @@ import torch
 from megatron_fssdp.collectives.gathered_counts import gather_counts
 from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table, owner_table
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import SlotRoom
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
 from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.layer_plan import LayerPlan
+
+
+@dataclass(eq=False)
+class SlotPass:
+    """What the forward passes under one plan share, and their backward passes with them."""
+
+    plan: LayerPlan
+    digest: bytes  # of the plan
+    slots: SlotTable  # which expert is in which slot
+    parameters_U: Sequence[ExpertParameters | None]  # of each slot of this device; None for an empty slot
+    replicas_U: Sequence[int]  # slots of this device without owned experts
+    # None if slots are Megatron's own local experts, so that nothing has to be remapped.
+    shares: Shares | None
+    transfers: ReplicaTransfers | None  # None without replicas, or with resident ones
+    is_late: bool = False  # Gradients of owned experts can be incomplete after their backward pass.
+    ends_at_dispatch: bool = False  # They leave, or are computed, after the backward pass of the dispatch.
+    is_shared: bool = True  # All passes of an iteration use it. Otherwise it belongs to one micro-batch.
+    counts_DE: np.ndarray | None = None  # of this micro-batch, int64
+    splits: KnownSplits | None = None  # of this micro-batch
+    is_recomputed: bool = False  # The forward pass runs in a backward pass.
+    has_backward: bool = False  # A backward pass follows the last forward pass.
+    is_over: bool = False  # The gradients of a micro-batch's pass are complete.
+    is_dropped: bool = False  # The loop has set gradients to zero since.
+
+    def __post_init__(self) -> None:
+        # Attributes, because every forward pass asks for them.
+        self.num_slots = self.slots.num_slots
+        # Whether replicas have gradients that belong to their owners.
+        self.has_gradients = self.transfers is not None or self.plan.resident
+        # Whether their sums over the passes of the iteration travel together.
+        self.sums_passes = self.has_gradients and self.is_shared and not self.plan.rematerialize
+
+    def remap(
+        self, routing_map: torch.Tensor, probs: torch.Tensor, counts_W: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`Shares.remap`, or the same map and probabilities where slots are Megatron's experts."""
+        if self.shares is not None:
+            return self.shares.remap(routing_map, probs, counts_W)
+        if counts_W is not None:
+            counts_W.add_(routing_map.sum(0))
+        return routing_map, probs
 
 
 class PassBinder:
@@ -30,7 +73,7 @@ class PassBinder:
     multiple of ``slot_multiple``; empty slots are added.
     """
 
-    def __init__(self, local: LocalLayer, *, least_slots: int = 0, slot_multiple: int = 1) -> None:
+    def __init__(self, local: LocalLayer, least_slots: int, slot_multiple: int) -> None:
         self._local = local
         self._num_replica_slots, self._slot_multiple = least_slots, slot_multiple
         self._last_made: tuple[SlotPass, object] | None = None  # of an iteration, and what else it is of
@@ -43,7 +86,7 @@ class PassBinder:
         local = self._local
         self._make_room(plan)
         room = self._room_for(plan)
-        key = self._num_replica_slots, local.experts, local.groups, local.is_first, local.messages, room
+        key = self._num_replica_slots, local.experts, local.groups, local.messages, room
         # Plans often stay from one iteration to the next. The table of what is kept changes with the plan.
         if is_kept and self._last_made is not None and self._last_made[1] == key:
             last = self._last_made[0]
@@ -84,10 +127,7 @@ class PassBinder:
             sums = experts.layout().dtype if plan.sums_one_pass else None
             replicas.hold([expert_U[u] for u in replicas_U], sums)
             parameters = {**{e: replicas.parameters(e) for e in replicas.experts}, **parameters}
-            splits = plan.is_split and not local.is_first
-            transfers = ReplicaTransfers(
-                plan, replicas, experts, local.bind, splits=splits, waiting=local.timer.waiting
-            )
+            transfers = ReplicaTransfers(plan, replicas, experts, local.bind, local.timer.waiting)
         parameters_U = [None if expert < 0 else parameters[expert] for expert in expert_U]
         made = SlotPass(
             plan, plan.digest(), slots, parameters_U, replicas_U, None, transfers, is_shared=is_shared

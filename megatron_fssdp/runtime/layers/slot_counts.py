@@ -11,7 +11,7 @@ import torch
 
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 
 MOST_ROWS = 32
 """Passes of an iteration that have rows of their own. Further ones are added to these, in turn.

@@ -16,22 +16,20 @@ class StrategySelector:
     """Asks ``auto`` at its interval to select strategies.
 
     Ranks of the groups must select the same strategies: first the expert-parallel group, then those of ranks
-    that share experts or owners. ``device`` has the tensors for collectives.
+    that share experts or owners.
     """
 
-    def __init__(
-        self, strategy: AutoStrategy, groups: Sequence[dist.ProcessGroup], device: torch.device
-    ) -> None:
-        self._strategy, self._groups, self._device = strategy, groups, device
+    def __init__(self, strategy: AutoStrategy, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._strategy, self._groups = strategy, groups
 
     def select(self, layers: Sequence[SlotLayer], iteration: int) -> SelectionReport | None:
         """Reconsider strategies if the strategy does so after ``iteration`` complete iterations.
 
         All ranks of all groups must call it, with at least one layer of the pipeline stage.
         """
-        is_measured = layers[0].context.profile is not None
-        num_known = torch.tensor(layers[0].history.num_seen, device=self._device)
-        if not is_measured or not self._strategy.selects_at(iteration, sys.maxsize):
+        device = layers[0].experts.device
+        num_known = torch.tensor(layers[0].history.num_seen, device=device)
+        if layers[0].context.profile is None or not self._strategy.selects_at(iteration, sys.maxsize):
             return None
         for group in self._groups:  # A group that ran no micro-batches in an iteration knows fewer of them.
             dist.all_reduce(num_known, op=dist.ReduceOp.MIN, group=group)
@@ -45,7 +43,7 @@ class StrategySelector:
         )
         seconds_LC = np.zeros((len(layers), prices.shape[1]))
         seconds_LC[own] = prices
-        agreed_LC = torch.from_numpy(seconds_LC).to(self._device)
+        agreed_LC = torch.from_numpy(seconds_LC).to(device)
         for group in self._groups:
             # Ranks with copies of the experts have other loads. The largest seconds count, because the other
             # ranks wait for the slowest.

@@ -53,7 +53,7 @@ def prepare() -> None:
 
     def plant(layers: Any, *_: Any, **__: Any) -> None:
         for layer in layers:
-            layer.lifecycle.set_profile(PROFILE)
+            layer.set_profile(PROFILE)
 
     def note_plan(travel: Any, self: SlotLayer) -> None:
         plan = self.passes.in_use.plan  # of the only micro-batch of an iteration

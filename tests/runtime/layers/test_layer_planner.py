@@ -56,10 +56,10 @@ def share_by_turns(rank: int, world_size: int) -> None:
         assert run.strategy.asked == list(range(1 + rank, 6, world_size))
     # An evaluation shares as well, and the next iteration has its plans.
     run.strategy.asked.clear()
-    run.runtime.end_evaluation(run.runtime.begin_evaluation())
-    before = run.runtime.begin_evaluation()
-    run.forward(run.draw(), training=False)
-    run.runtime.end_evaluation(before)
+    with run.runtime.evaluation():
+        pass
+    with run.runtime.evaluation():
+        run.forward(run.draw())
     iterate(run)
     assert sorted(run.strategy.asked) == list(range(1 + rank, 6, world_size))
     run.runtime.drop_plans()

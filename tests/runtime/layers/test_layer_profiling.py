@@ -1,7 +1,6 @@
 """All ranks get the same profile: the slowest compute and links, and the least time that hides transfers."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
@@ -38,9 +37,7 @@ def profile(
     strategy, topology = DrawnPlacements(LayerCase("profiled")), Topology.uniform(world_size, 1)
     layers = [one_layer(strategy, NUM_EXPERTS, topology, rank, SHAPE)[1] for _ in BEFORE_S[rank]]
     for layer, before_s in zip(layers, BEFORE_S[rank], strict=True):
-        layer.lifecycle.stopwatch = watch(
-            before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers)
-        )
+        layer.stopwatch = watch(before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers))
     layer_profiling.profile_layers(
         layers,
         [dist.group.WORLD],
@@ -49,9 +46,8 @@ def profile(
         owned_bytes=1234,
         num_micro_batches=NUM_MICRO_BATCHES,
         held=held,
-        device=torch.device("cpu"),
     )
-    return [(layer.context.profile, layer.lifecycle.stopwatch is None) for layer in layers]
+    return [(layer.context.profile, layer.stopwatch is None) for layer in layers]
 
 
 def held(life: ReplicaLife) -> HeldReplicas:

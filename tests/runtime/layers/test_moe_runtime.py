@@ -28,13 +28,13 @@ CASE = LayerCase("runtime", num_nodes=1)
 def plans_last_an_iteration(rank: int, world_size: int) -> None:
     run = CaseRun(CASE)
     slots, runtime, plans, measured = run.layers[0].slots, run.runtime, [], []
-    slots.lifecycle.stopwatch = watch = LayerStopwatch()
+    slots.stopwatch = watch = LayerStopwatch()
     for _ in range(3):
         runtime.begin_iteration(2)
-        plan = slots.plan_iteration()
+        plan = slots.passes.plan_iteration().plan
         for _ in range(2):
             run.forward(run.draw())[0].sum().backward()
-            assert slots.plan_iteration() is plan
+            assert slots.passes.plan_iteration().plan is plan
         run.end()
         plans.append(plan.digest())
         measured.append(len(watch._experts))
@@ -60,14 +60,12 @@ def evaluations_correct_nothing(rank: int, world_size: int) -> None:
     slots, runtime = run.layers[0].slots, run.runtime
 
     def evaluate() -> None:
-        before = runtime.begin_evaluation()
-        with torch.no_grad():
+        with runtime.evaluation(), torch.no_grad():
             run.forward(run.draw())
-        runtime.end_evaluation(before)
 
     evaluate()
     runtime.begin_iteration(2)
-    planned = slots.plan_iteration()
+    planned = slots.passes.plan_iteration().plan
     evaluate()
     assert slots.passes.plan is planned
     assert planned.corrects
@@ -163,7 +161,7 @@ def counts_arrive(rank: int, world_size: int) -> None:
     run.forward(batch)[0].sum().backward()
     run.runtime.finish_gradients()
     run.runtime.end_passes()
-    assert not any(layer.slots.local.load.counts_DE.any() for layer in run.layers)
+    assert not any(layer.slots.load.counts_DE.any() for layer in run.layers)
     loads = run.runtime.end_iteration()
     for load, routing_map in zip(loads, batch.map_L, strict=True):
         assert load.counts_DE.sum(axis=0).tolist() == routing_map.sum(0).tolist()
@@ -191,7 +189,7 @@ def drop(rank: int, world_size: int) -> list[int]:
     for how in ("own", "reset_gradients", "begin_iteration"):
         run = CaseRun(replace(CASE, name=how, placement="everywhere", early=0.4))
         run.runtime.begin_iteration(1)
-        run.layers[0].slots.launch()
+        run.layers[0].slots.launch(torch.ones(1))
         routing_map = torch.arange(8).expand(4, 8) < 2
         run.layers[0].forward(torch.ones(4, 5).double(), torch.ones(4, 8), routing_map)
         awaited.append(0)
