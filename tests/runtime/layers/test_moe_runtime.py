@@ -9,17 +9,14 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.testing import run_ranks
 
 from ..case_run import CaseRun
 from ..drawn_placements import DrawnPlacements
 from ..layer_case import LayerCase
-from ..one_layer import one_layer
 from ..rank_layer import run_layer_ranks
 
 CASE = LayerCase("runtime", num_nodes=1)
@@ -210,14 +207,13 @@ def test_transfers_of_a_dropped_iteration_are_awaited() -> None:
 
 
 def build_wrongly(rank: int, world_size: int) -> None:
-    strategy = DrawnPlacements(CASE)
-    _, layer = one_layer(strategy, 8, Topology.uniform(2, 1), rank)
+    layer = CaseRun(CASE).layers[0].slots
     parameters = layer.experts.parameters
     uneven = {**parameters, next(iter(parameters)): [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
     for experts, num_layouts in (({}, 0), (uneven, 2)):
         with pytest.raises(ValueError, match=f"layer 7: got {num_layouts} expert layouts .*layout argument"):
-            LocalLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), strategy)
+            LocalLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), layer.strategy)
 
 
 def test_parameters_that_do_not_fit_are_refused() -> None:
-    run_ranks(build_wrongly, 2)
+    run_layer_ranks(build_wrongly, 2)
