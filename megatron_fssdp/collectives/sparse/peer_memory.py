@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, override
+from typing import Any, cast, override
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ class SharedMemory(SymmetricMemory):
 
 
 class WeightPuts:
-    """Puts of experts into the slots of peers, for the steps of a transfer; without peers, nothing is put.
+    """Puts of experts into the slots of peers, for the steps of a transfer.
 
     ``peers`` are the other devices that share the memory ``[W, Q]`` with this one, each with its rank there,
     and ``slot_of`` has the slot, 0 to W - 1, of each expert that a device receives.
@@ -126,3 +126,7 @@ class WeightPuts:
         """Wait for what these peers put in one step, before the next step."""
         for device in devices:
             self._memory.await_signal(self.peers[device], _ARRIVED)
+
+
+NO_PUTS = WeightPuts(cast(SymmetricMemory, None), {}, {})
+"""For transfers by messages alone."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.messages import Posting, connect_pairs, post, wait_for
-from megatron_fssdp.collectives.sparse.peer_memory import WeightPuts
+from megatron_fssdp.collectives.sparse.peer_memory import NO_PUTS, WeightPuts
 from megatron_fssdp.collectives.sparse.transfer_cargo import (
     Arrivals,
     GatherCargo,
@@ -115,9 +115,7 @@ class SparseTransfer:
         if self._on_cuda:
             connect_pairs(group, self.device)
 
-    def start_all_gather(
-        self, contents: Mapping[int, Parts], puts: WeightPuts | None = None
-    ) -> PendingTransfer:
+    def start_all_gather(self, contents: Mapping[int, Parts], puts: WeightPuts = NO_PUTS) -> PendingTransfer:
         """Start SparseAllGather from :attr:`shared_experts` into :attr:`received_experts`.
 
         ``contents`` has the contiguous tensors of these experts. Until the wait, the caller must not write to
@@ -144,8 +142,8 @@ class SparseTransfer:
         """
         dtype = dtype or self.dtype
         chunk_elements = self._chunk_elements(dtype, self.plan.most_sent)
-        words: dict[str, Any] = {"sizes": self.sizes, "dtype": dtype, "device": self.device}
-        cargo = ReductionCargo(partial, totals, self.elements, chunk_elements, **words)
+        kind = self.sizes, dtype, self.device
+        cargo = ReductionCargo(partial, totals, self.elements, chunk_elements, *kind)
         touched = [
             part for parts in (*partial.values(), *totals.values()) for part in parts if not part.is_meta
         ]
@@ -157,7 +155,7 @@ class SparseTransfer:
         chunk_elements: int,
         dtype: torch.dtype,
         touched: Iterable[Tensor],
-        puts: WeightPuts | None = None,
+        puts: WeightPuts = NO_PUTS,
     ) -> PendingTransfer:
         num_chunks = -(-len(self.elements) // chunk_elements)
         is_idle = not num_chunks or not (self.received_experts or self.shared_experts)
@@ -173,7 +171,7 @@ class SparseTransfer:
         at_once = self.plan.max_depth + 1 if self._one_queue else None
         return stream_lane(self.group, self.device).submit(steps, timer, at_once, touched)
 
-    def _steps(self, cargo: GatherCargo, num_chunks: int, puts: WeightPuts | None) -> Steps:
+    def _steps(self, cargo: GatherCargo, num_chunks: int, puts: WeightPuts) -> Steps:
         """Post the steps in order, and wait only for what the next messages to pass on need."""
         operation = "SparseAllGather" if cargo.is_gather else "SparseReduceScatter"
         # Experts whose messages a device has to receive before it sends its own.
@@ -181,10 +179,9 @@ class SparseTransfer:
         with naming_failures(f"{operation} of {self._what}"):
             steps = steps_of(self.plan, self.rank, num_chunks, is_gather=cargo.is_gather)
             ended = dict[int, None]()
-            if puts is not None:
-                incoming, leaving = self.plan.edges_of(self.rank)
-                puts.open({edge.source for edge in incoming}, {edge.destination for edge in leaving})
-            in_turn = self._on_cuda or puts is not None
+            incoming, leaving = self.plan.edges_of(self.rank)
+            puts.open({edge.source for edge in incoming}, {edge.destination for edge in leaving})
+            in_turn = self._on_cuda or puts is not NO_PUTS
             # Steps by which a receive is posted early, and for which a send can stay open. Gloo's sender
             # waits for the receiver, so early receives hide a round trip for each message.
             lookahead = 0 if in_turn else 4
@@ -195,9 +192,8 @@ class SparseTransfer:
                 before = arriving.popleft() if len(arriving) > lookahead else []
                 # What is sent on comes first. On CUDA, the memory of all serves the next step.
                 first = before if in_turn else before[:1]
-                if puts is not None:
-                    puts.await_step(ended)
-                    ended = dict.fromkeys(message.peer for message in receives if message.peer in puts.peers)
+                puts.await_step(ended)
+                ended = dict.fromkeys(message.peer for message in receives if message.peer in puts.peers)
                 for arrived in first:
                     cargo.settle(arrived)
                 both = [
@@ -218,7 +214,7 @@ class SparseTransfer:
                 sent = list[dist.Work]()
                 copied: dict[int, list[tuple[Tensor, Tensor]]] = {}
                 for message, pieces in zip(sends, outgoing, strict=True):
-                    if puts is not None and message.peer in puts.peers:
+                    if message.peer in puts.peers:
                         slot = puts.slot(message.peer, message.expert).split(list(self.sizes))
                         pairs = copied.setdefault(message.peer, [])
                         pairs += zip(cargo.cut(slot, message.chunk), pieces, strict=True)
@@ -227,8 +223,7 @@ class SparseTransfer:
                 posted = post([posting for posting, _ in postings], self.group, in_batch=self._on_cuda)
                 for (_, works), work in zip(postings, posted, strict=True):
                     works.append(work)
-                if puts is not None:
-                    puts.put(copied)
+                puts.put(copied)
                 open_sends.append((sent, outgoing))
                 if 0 <= t < len(steps):
                     yield t + 1 < len(steps)

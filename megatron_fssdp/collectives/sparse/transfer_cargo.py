@@ -96,7 +96,6 @@ class ReductionCargo(GatherCargo):
         totals: Mapping[int, Parts],
         elements: range,
         chunk_elements: int,
-        *,
         sizes: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,

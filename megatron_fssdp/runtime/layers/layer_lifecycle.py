@@ -37,9 +37,10 @@ class LayerLifecycle(LocalLayer):
     def __post_init__(self) -> None:
         super().__post_init__()
         planner = LayerPlanner(self, self.together, checks_plans=self.checks_plans)
-        binder = PassBinder(self, self.least_slots, self.slot_multiple)
+        # Passes outside of iterations leave the tables of graphs alone.
+        inside, outside = (PassBinder(self, self.least_slots, self.slot_multiple) for _ in range(2))
         before: LayerPasses | None = self.before.passes if self.before else None
-        self.passes: LayerPasses = LayerPasses(self, planner, binder, before, self.on_pass)
+        self.passes: LayerPasses = LayerPasses(self, planner, inside, outside, before, self.on_pass)
         self.gradients = HomeGradients(self, self.passes, self.on_home)
         self.counts = SlotCounts(self, measures_spread=self.measures_spread)
 

@@ -13,7 +13,7 @@ from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.pass_binder import PassBinder, SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 
 class LayerPasses:
@@ -31,11 +31,12 @@ class LayerPasses:
         local: LocalLayer,
         planner: LayerPlanner,
         binder: PassBinder,
+        binder_outside: PassBinder,
         before: "LayerPasses | None",
         on_pass: Callable[[SlotPass], object],
     ) -> None:
         self.local, self._planner, self._binder = local, planner, binder
-        self._before, self.on_pass = before, on_pass
+        self._binder_outside, self._before, self.on_pass = binder_outside, before, on_pass
         self.shared: SlotPass | None = None  # of the iteration, once it is planned
         self.own: list[SlotPass] = []  # of single micro-batches, whose gradients are not home
         self.in_use: SlotPass  # of the running forward pass, from :meth:`choose` on
@@ -43,7 +44,6 @@ class LayerPasses:
         self._is_settled = False
         self.is_alone = local.context.num_devices == 1
         self._is_bound, self._may_correct, self._lacks_parameters = False, True, True
-        self._outside: tuple[LayerContext, SlotPass] | None = None
         self._warm = set[bool]()  # forms of a captured pass, counted or not, whose kernels are loaded
 
     @property
@@ -161,10 +161,7 @@ class LayerPasses:
                 "whose routing a CUDA graph made, wanted one by Megatron's schedule between two iterations; "
                 "run it by get_forward_backward_func()"
             )
-        context = self.local.context
-        if self._outside is None or self._outside[0] is not context:
-            self._outside = context, self._binder.for_iteration(context.owners_only, is_kept=False)
-        return self._outside[1]
+        return self._binder_outside.for_iteration(self.local.context.owners_only)
 
     def _own_pass(self, routing_map: torch.Tensor, shared: SlotPass) -> SlotPass:
         self._await_parameters()
@@ -180,11 +177,8 @@ class LayerPasses:
 
     def _to_recompute(self, counts_DE: np.ndarray) -> SlotPass | None:
         """The pass of the first micro-batch with these counts whose backward pass has yet to recompute it."""
-        for own in self.own:
-            known_DE = None if own.is_over or own.is_recomputed else own.counts_DE
-            if known_DE is not None and np.array_equal(known_DE, counts_DE):
-                return own
-        return None
+        left = (own for own in self.own if not (own.is_over or own.is_recomputed))
+        return next((own for own in left if np.array_equal(own.counts_DE, counts_DE)), None)  # type: ignore[arg-type]
 
     def _corrected(self, routing_map: torch.Tensor, before: SlotPass) -> SlotPass:
         """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""

@@ -53,7 +53,7 @@ class SlotLayer(LayerLifecycle):
         self.groups.advance_transfers()
         self.passes.choose(routing_map)
         if routing_map is None and self._is_counted:
-            self.counts.open_in_graph(self.passes.in_use)
+            self.counts.open(self.passes.in_use, None)
         # Transfers that may not run beside the dispatch end here.
         if (transfers := self.passes.in_use.transfers) is not None and not transfers.plan.gather_ahead:
             transfers.await_weights()
@@ -63,7 +63,7 @@ class SlotLayer(LayerLifecycle):
         self._is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
         self.passes.choose_to_capture(is_counted=self._is_counted)
         if self._is_counted:
-            self.counts.open_in_graph(self.passes.in_use)
+            self.counts.open(self.passes.in_use, None)
 
     def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """From routing map and probabilities of experts, ``[T, E]``, to those of slots, ``[T, W]``."""

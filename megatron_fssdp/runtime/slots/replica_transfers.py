@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from megatron_fssdp.collectives.sparse.peer_memory import NO_PUTS
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
@@ -50,7 +51,7 @@ class ReplicaTransfers:
         self._experts, self._bind, self._waiting = experts, bind, waiting
         self._each_pass = plan.rematerialize
         self._bound: dict[object, SparseTransfer] = {}
-        self._puts = None if slots.room is None else slots.room.puts(plan.placement)
+        self._puts = slots.room.puts(plan.placement) if slots.room else NO_PUTS
         self._begin_anew()
 
     def _begin_anew(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.sparse.peer_memory import SharedMemory, WeightPuts
+from megatron_fssdp.collectives.sparse.peer_memory import NO_PUTS, SharedMemory, WeightPuts
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -82,7 +82,7 @@ def check_gather(case, transfer, placement, memory=None):
     owned = {e: parts_of(weights[e], transfer.sizes) for e in transfer.shared_experts}
     here = placement.experts_on(transfer.rank)
     assert [*transfer.received_experts] == [e for e in here if placement.owner_E[e] != transfer.rank]
-    replicas, puts = {e: torch.empty_like(weights[e]) for e in transfer.received_experts}, None
+    replicas, puts = {e: torch.empty_like(weights[e]) for e in transfer.received_experts}, NO_PUTS
     if memory is not None:
         puts, replicas = puts_of(*memory, transfer, placement)
     for replica in replicas.values():
