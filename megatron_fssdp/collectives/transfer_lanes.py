@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -153,38 +154,28 @@ class StreamTransfer(PendingTransfer):
         self._submitted_on = torch.cuda.current_stream(lane.device)
         self._ready = self._submitted_on.record_event()
 
-    def issue(self) -> None:
-        """Issue the batches of one point.
+    def issue(self, *, to_the_end: bool = False) -> None:
+        """Issue the batches of one point, or all that are left and the event that ends the transfer.
 
-        The end is left out: it waits for the last batch, which would hold up all that is queued behind it.
+        A point leaves the end out: it waits for the last batch, which would hold up all that is queued behind
+        it.
         """
-        for _ in range(self._at_once or 0):
-            if self.has_batches:
-                self._issue_next()
-
-    def issue_all(self) -> None:
-        """Issue all remaining batches, and the event that ends the transfer."""
-        while self.timer.end is None:
-            self._issue_next()
-
-    def _issue_next(self) -> None:
         stream = self._lane.stream
         with torch.cuda.stream(stream), torch.no_grad():
             if self.timer.begin is None:
                 stream.wait_event(self._ready)
                 self.timer.begin = now(is_cuda=True)
-            try:
-                self.has_batches = next(self._steps)
-            except StopIteration:
-                self.has_batches = False
-                self.timer.end = now(is_cuda=True)
+            for _ in range(self._at_once or 0):
+                self.has_batches = self.has_batches and next(self._steps, False)
+            if to_the_end:
+                for _ in self._steps:
+                    pass
+                self.has_batches, self.timer.end = False, now(is_cuda=True)
 
     def wait(self) -> None:
         """Make the current stream wait for the transfer; the host does not wait."""
         self._lane.issue_through(self)
-        stream, end = torch.cuda.current_stream(self._lane.device), self.timer.end
-        assert end is not None
-        assert not isinstance(end, float)
+        stream, end = torch.cuda.current_stream(self._lane.device), cast(torch.cuda.Event, self.timer.end)
         self.timer.waits.append((now(is_cuda=True), end))
         stream.wait_event(end)
         if {self._submitted_on, stream} != {torch.cuda.default_stream(self._lane.device)}:
@@ -201,11 +192,7 @@ class StreamLane:
         self._open: deque[StreamTransfer] = deque()
 
     def submit(
-        self,
-        steps: Steps,
-        timer: TransferTimer,
-        at_once: int | None,
-        touched: Iterable[Tensor],
+        self, steps: Steps, timer: TransferTimer, at_once: int | None, touched: Iterable[Tensor]
     ) -> StreamTransfer:
         """Begin a transfer, to run after all work that is on the current stream now.
 
@@ -232,7 +219,7 @@ class StreamLane:
     def issue_through(self, transfer: StreamTransfer) -> None:
         """Issue everything of a transfer and of the transfers before it."""
         while transfer in self._open:
-            self._open.popleft().issue_all()
+            self._open.popleft().issue(to_the_end=True)
 
 
 _thread_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[int, ThreadLane]] = WeakKeyDictionary()

@@ -26,6 +26,7 @@ from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.testing import run_ranks
+from tests.megatron_adapter.layer.small_config import moe_config
 from tests.support.training_preload import TRAINING_PRELOAD
 
 from .drawn_placements import DrawnPlacements
@@ -182,18 +183,14 @@ def make_dispatcher(
 ) -> Any:
     """Megatron's all-to-all dispatcher for a number of slots of each device, or ours that knows the rows."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
 
     with warnings.catch_warnings(action="ignore"):  # about every library that is not installed
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=MODEL_DIM,
-            num_attention_heads=1,
-            num_moe_experts=num_slots * groups.num_devices,
-            moe_token_dispatcher_type="alltoall",
-            add_bias_linear=False,
+        config = moe_config(
+            groups.num_devices,
+            MODEL_DIM,
+            num_slots * groups.num_devices,
             moe_router_topk=case.top_k,
             moe_router_pre_softmax=True,
             moe_expert_capacity_factor=99.0 if case.routing == "dropped" else None,

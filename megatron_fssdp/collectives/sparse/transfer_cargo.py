@@ -78,14 +78,10 @@ class ReductionCargo(GatherCargo):
     are added in fp32, and rounded when a device passes its sum on. All messages of a step are added together,
     because the number of kernels would otherwise grow with the number of experts.
 
-    Args:
-        partial: This device's own parts of every expert whose sum it passes on, which are not changed.
-        totals: Tensors, to which the sums are added, of every expert whose sum ends here. They can have other
-            borders than the parts. Those on the device ``meta`` drop their sums.
-        elements: Elements that travel, and ``chunk_elements`` those of a chunk.
-        sizes: Number of elements of each part.
-        dtype: Data type of messages.
-        device: Device of all tensors.
+    ``partial`` has this device's own parts, of ``sizes`` elements, of every expert whose sum it passes on,
+    which are not changed. ``totals`` has the tensors, to which the sums are added, of every expert whose sum
+    ends here. They can have other borders than the parts. Those on the device ``meta`` drop their sums.
+    ``dtype`` is that of messages.
     """
 
     is_gather = False

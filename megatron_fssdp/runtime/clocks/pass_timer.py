@@ -113,14 +113,10 @@ class PassTimer:
     ) -> None:
         """Mark a border between two parts of a layer, in this pass and in the backward pass to come.
 
-        The timer must be running. A forward pass that is recomputed counts as a part of the backward pass,
-        which reaches the border when the gradient of ``tensor`` is complete.
-
-        Args:
-            seconds: Seconds of the layer's forward and of its backward passes.
-            tensor: A tensor of the pass, any shape.
-            forward: Part that begins now; ``None`` if the layer ends here.
-            backward: Part that begins there in the backward pass; ``None`` if the layer ends there.
+        The parts ``forward`` and ``backward`` begin there, or the layer ends if they are ``None``. Its
+        ``seconds`` are those of forward and of backward passes. The timer must be running. A forward pass
+        that is recomputed counts as a part of the backward pass, which reaches the border when the gradient
+        of ``tensor`` is complete.
         """
 
         def enter_backward(_: torch.Tensor) -> None:

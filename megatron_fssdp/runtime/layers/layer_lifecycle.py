@@ -11,7 +11,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, Parameter
 from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
-from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner, SharedPlans
+from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.pass_binder import PassBinder, SlotPass
 from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
@@ -21,13 +21,12 @@ from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 class LayerLifecycle(LocalLayer):
     """A layer with its parts, and its iterations; owners, residents and costs change only between them.
 
-    The fields are arguments of :class:`LayerPlanner`, :class:`PassBinder`, :class:`LayerPasses`,
-    :class:`HomeGradients` and :class:`SlotCounts`.
+    The fields are arguments of :class:`PassBinder`, :class:`LayerPasses`, :class:`HomeGradients` and
+    :class:`SlotCounts`.
     """
 
-    together: SharedPlans
+    planner: LayerPlanner
     before: Self | None = None  # the MoE layer before it on this rank
-    checks_plans: bool = False
     least_slots: int = 0
     slot_multiple: int = 1
     on_pass: Callable[[SlotPass], object] = lambda slot_pass: None
@@ -36,11 +35,11 @@ class LayerLifecycle(LocalLayer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        planner = LayerPlanner(self, self.together, checks_plans=self.checks_plans)
+        self.planner.layers.append(self)
         # Passes outside of iterations leave the tables of graphs alone.
         inside, outside = (PassBinder(self, self.least_slots, self.slot_multiple) for _ in range(2))
         before: LayerPasses | None = self.before.passes if self.before else None
-        self.passes: LayerPasses = LayerPasses(self, planner, inside, outside, before, self.on_pass)
+        self.passes: LayerPasses = LayerPasses(self, self.planner, inside, outside, before, self.on_pass)
         self.gradients = HomeGradients(self, self.passes, self.on_home)
         self.counts = SlotCounts(self, measures_spread=self.measures_spread)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
@@ -54,7 +55,7 @@ class LayerPasses:
     def plan_iteration(self, *, is_captured: bool = False) -> SlotPass:
         """The pass of the running iteration. Its plan is made, if it does not exist."""
         if self.shared is None:
-            plan = self._planner.plan_iteration(is_captured=is_captured)
+            plan = self._planner.plan_iteration(self.local, is_captured=is_captured)
             self.shared = self._binder.for_iteration(plan)
             self.use(self.shared)
         return self.shared
@@ -152,7 +153,7 @@ class LayerPasses:
     def forget(self) -> None:
         """Forget the plan of the iteration."""
         self.shared, self._is_settled, self._is_bound = None, False, False
-        self._planner.planned = None
+        self._planner.forget(self.local)
 
     def _outside_pass(self, routing_map: torch.Tensor | None) -> SlotPass:
         if routing_map is None:
@@ -163,13 +164,20 @@ class LayerPasses:
             )
         return self._binder_outside.for_iteration(self.local.context.owners_only)
 
+    def _host_counts(self, routing_map: torch.Tensor) -> np.ndarray:
+        """Counts of a micro-batch, bool ``[T, E]``, on all devices, int64 ``[D, E]``; the host waits."""
+        groups = self.local.groups
+        counts = start_counts(routing_map.sum(0), groups.expert_parallel, groups.expert_tensor_parallel)
+        counts_DE: np.ndarray = counts.wait().numpy().sum(axis=0)
+        return counts_DE
+
     def _own_pass(self, routing_map: torch.Tensor, shared: SlotPass) -> SlotPass:
         self._await_parameters()
-        counts_DE = self._planner.host_counts(routing_map)
+        counts_DE = self._host_counts(routing_map)
         # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots.
         own = self._to_recompute(counts_DE) if in_backward() else None
         if own is None:
-            plan = self._planner.plan_after_gate(counts_DE, shared.plan, 1)
+            plan = self._planner.plan_after_gate(self.local, counts_DE, shared.plan, 1)
             own = self._binder.for_micro_batch(plan, counts_DE)
             self.own.append(own)
         own.is_recomputed = in_backward()
@@ -182,8 +190,8 @@ class LayerPasses:
 
     def _corrected(self, routing_map: torch.Tensor, before: SlotPass) -> SlotPass:
         """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""
-        counts_DE = self._planner.host_counts(routing_map)
-        plan = self._planner.plan_after_gate(counts_DE, before.plan)
+        counts_DE = self._host_counts(routing_map)
+        plan = self._planner.plan_after_gate(self.local, counts_DE, before.plan)
         if plan is before.plan:
             return before
         is_gathered = before.transfers is not None and before.transfers.is_gathered

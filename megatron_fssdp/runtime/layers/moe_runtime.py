@@ -15,7 +15,7 @@ from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-from megatron_fssdp.runtime.layers.layer_planner import SharedPlans
+from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import IterationClock
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
@@ -50,7 +50,7 @@ class MoERuntime:
         self._counts: list[_SharedCounts] = []
         # By group, and not by its name, which groups that a host makes anew do not have.
         self._num_shared: dict[dist.ProcessGroup, int] = {}
-        self._plans: dict[dist.ProcessGroup, SharedPlans] = {}
+        self._planners: dict[dist.ProcessGroup, LayerPlanner] = {}
 
     def add_layer(
         self,
@@ -77,7 +77,7 @@ class MoERuntime:
             told_device=device,
         )
         before, group = self.layers[-1] if self.layers else None, groups.everyone or groups.expert_parallel
-        together = SharedPlans(group, shares_plans=self.strategy.shares_plans)
+        checks = {"shares_plans": self.strategy.shares_plans, "checks_plans": self.check_plans}
         layer = SlotLayer(
             context,
             groups,
@@ -88,9 +88,8 @@ class MoERuntime:
             is_first=before is None,
             # Every rank of the group has the loads of the whole group, so only one computes the report.
             journal=[] if measures or (self.measure and groups.device == 0) else None,
-            together=self._plans.setdefault(group, together),
+            planner=self._planners.setdefault(group, LayerPlanner(group, **checks)),
             before=before,
-            checks_plans=self.check_plans,
             measures_spread=self.measure,
             **options,
         )

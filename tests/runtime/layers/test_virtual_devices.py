@@ -69,9 +69,9 @@ def run_cases(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[st
     """Run cases on the virtual device. With one queue, experts travel in several small messages."""
     later, issue, found = [0], StreamTransfer.issue, {}
 
-    def counting(transfer: StreamTransfer) -> None:
-        later[0] += transfer.has_batches and transfer.timer.begin is not None
-        issue(transfer)
+    def counting(transfer: StreamTransfer, **how: bool) -> None:
+        later[0] += not how and transfer.has_batches and transfer.timer.begin is not None
+        issue(transfer, **how)
 
     small = PipelinedMessages(16, 16, most_bytes=48)
     for case in cases:
