@@ -148,8 +148,8 @@ class StrategyMoELayer(MoELayer):
             layer.prepare(routing_map)
         if self._dispatchers.divides_tokens:
             hidden_states = self._dispatchers.own_tokens(hidden_states)
-        if routing_map is not None:  # Otherwise, a CUDA graph has done this and what Megatron's method does.
-            routing_map, probs = layer.remap(routing_map, probs)
+        # If the map is None, a CUDA graph has done this and what Megatron's method does.
+        routing_map, probs = layer.remap(routing_map, probs)
         return super().preprocess(hidden_states, probs, routing_map)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:

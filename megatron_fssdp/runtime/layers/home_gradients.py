@@ -74,25 +74,10 @@ class HomeGradients:
 
     def at_dispatch(self, slot_pass: SlotPass, hidden: torch.Tensor) -> torch.Tensor:
         """Mark, where the dispatch begins, the end of its backward pass; a pass goes on with the result."""
-        if slot_pass.is_shared and not slot_pass.ends_at_dispatch:
-            return hidden
         slot_pass.has_backward = torch.is_grad_enabled()
         return call_in_backward(partial(self._dispatch_is_over, slot_pass), hidden)
 
-    def at_experts(
-        self, slot_pass: SlotPass, rows: torch.Tensor, following: "HomeGradients | None"
-    ) -> torch.Tensor:
-        """Mark, at the experts' results, the begin of their backward pass, which goes on with the result.
-
-        Those of the ``following`` layer that have travelled since its backward pass are settled there.
-        """
-        if following is not None and following._local.groups.transfers is not None:
-            rows = call_in_backward(following.settle, rows)
-        if slot_pass.is_late:
-            rows = call_in_backward(partial(self._experts_begin_backward, slot_pass), rows)
-        return rows
-
-    def _experts_begin_backward(self, slot_pass: SlotPass) -> None:
+    def experts_begin_backward(self, slot_pass: SlotPass) -> None:
         """Provide the weights that the experts' backward pass needs, and the memory for its gradients.
 
         Raises:
@@ -119,7 +104,7 @@ class HomeGradients:
             slot_pass.transfers.begin_use(backward=True)
             slot_pass.transfers.await_weights()
             slot_pass.transfers.open_sums()
-        if slot_pass.is_shared and not slot_pass.ends_at_dispatch:
+        if not slot_pass.ends_at_dispatch:
             self._dispatch_is_over(slot_pass)  # Nothing leaves, and who asks does so after the experts.
 
     def _dispatch_is_over(self, slot_pass: SlotPass) -> None:

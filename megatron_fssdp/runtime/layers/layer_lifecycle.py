@@ -15,6 +15,7 @@ from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.runtime.layers.pass_binder import PassBinder, SlotPass
 from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
+from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 
 @dataclass(eq=False, kw_only=True)
@@ -32,6 +33,7 @@ class LayerLifecycle(LocalLayer):
     on_pass: Callable[[SlotPass], object] = lambda slot_pass: None
     on_home: Callable[[], object] = lambda: None
     measures_spread: bool = False
+    is_counted: bool = False  # the running forward pass
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +79,13 @@ class LayerLifecycle(LocalLayer):
         if load.counts_DE.any():
             self.history.append(load.counts_DE, load.micro_batches)
         return load
+
+    def prepare_capture(self, *, training: bool) -> None:
+        """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses."""
+        self.is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
+        self.passes.choose_to_capture(is_counted=self.is_counted)
+        if self.is_counted:
+            self.counts.open(self.passes.in_use, None)
 
     def reset(self) -> None:
         """Begin the passes of the iteration anew: gradients and counts are dropped, the plan stays."""

@@ -42,7 +42,7 @@ class LayerPasses:
         self.own: list[SlotPass] = []  # of single micro-batches, whose gradients are not home
         self.in_use: SlotPass  # of the running forward pass, from :meth:`choose` on
         # In iterations, all passes are ``in_use``, whatever their routing is.
-        self._is_settled = False
+        self.is_settled = False
         self.is_alone = local.context.num_devices == 1
         self._is_bound, self._may_correct, self._lacks_parameters = False, True, True
         self._warm = set[bool]()  # forms of a captured pass, counted or not, whose kernels are loaded
@@ -66,8 +66,6 @@ class LayerPasses:
         The map is ``None`` if a CUDA graph made it.
         """
         clock = self.local.clock
-        if self._is_settled and clock.driven:
-            return
         if not (self.is_alone or clock.driven):
             self._is_bound = False
             self.use(self._outside_pass(routing_map))
@@ -106,18 +104,19 @@ class LayerPasses:
         # order. In steps, the gradients of an owned expert arrive in several parts.
         has_more = slot_pass.has_gradients or (plan.in_steps and not self.is_alone)
         slot_pass.is_late = has_more or local.strategy.may_replicate(local.context.layer)
-        slot_pass.ends_at_dispatch = slot_pass.is_late and (has_more or local.context.delays_gradients)
-        self._is_settled = slot_pass is self.shared and not (plan.each_micro_batch or plan.corrects)
+        ends_late = slot_pass.is_late and (has_more or local.context.delays_gradients)
+        slot_pass.ends_at_dispatch = ends_late or not slot_pass.is_shared
+        self.is_settled = slot_pass is self.shared and not (plan.each_micro_batch or plan.corrects)
         self.in_use, self._is_bound = slot_pass, True
         self.on_pass(slot_pass)
 
     def gather_ahead(self, *, first_part: bool = False) -> None:
-        """Start to gather the weights of the iteration's replicas for a forward pass.
+        """Plan the iteration, and start to gather the weights of its replicas for a forward pass.
 
         If transfers are split, ``first_part`` runs beside the experts of the layer before.
         """
+        transfers = self.plan_iteration().transfers
         self._await_parameters()
-        transfers = None if self.shared is None else self.shared.transfers
         if transfers is None or self.local.groups.transfers is None:
             return
         if not first_part and transfers.plan.gather_ahead:
@@ -152,7 +151,7 @@ class LayerPasses:
 
     def forget(self) -> None:
         """Forget the plan of the iteration."""
-        self.shared, self._is_settled, self._is_bound = None, False, False
+        self.shared, self.is_settled, self._is_bound = None, False, False
         self._planner.forget(self.local)
 
     def _outside_pass(self, routing_map: torch.Tensor | None) -> SlotPass:

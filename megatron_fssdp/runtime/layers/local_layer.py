@@ -12,7 +12,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.transfer.message_size import MessageRule, message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
-from megatron_fssdp.runtime.clocks.pass_timer import Part, PassTimer
+from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
@@ -60,13 +60,6 @@ class LocalLayer:
     def set_profile(self, profile: LayerProfile) -> None:
         """Set the costs of the layer, equal on all ranks that plan together."""
         self.context, self.stopwatch = replace(self.context, profile=profile), None
-
-    def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
-        """Mark a border between two parts of a pass, if they are measured (:meth:`PassTimer.border`)."""
-        if self.stopwatch is not None:
-            self.stopwatch.reach(forward, tensor)
-        if self.timer.is_running and self.clock.trains:
-            self.timer.border((self.load.forward, self.load.backward), tensor, forward, backward)
 
     @property
     def messages(self) -> MessageRule:

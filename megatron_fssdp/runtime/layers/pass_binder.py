@@ -39,7 +39,7 @@ class SlotPass:
     counts_DE: np.ndarray | None = None
     splits: KnownSplits | None = None  # of this micro-batch
     is_late: bool = False  # Gradients of owned experts can be incomplete after their backward pass.
-    ends_at_dispatch: bool = False  # They leave, or are computed, after the backward pass of the dispatch.
+    ends_at_dispatch: bool = False  # Gradients leave, or are computed, after its backward pass.
     is_recomputed: bool = False  # The forward pass runs in a backward pass.
     has_backward: bool = False  # A backward pass follows the last forward pass.
     is_over: bool = False  # The gradients of a micro-batch's pass are complete.
@@ -52,16 +52,6 @@ class SlotPass:
         self.has_gradients = self.transfers is not None or self.plan.resident
         # Whether their sums over the passes of the iteration travel together.
         self.sums_passes = self.has_gradients and self.is_shared and not self.plan.rematerialize
-
-    def remap(
-        self, routing_map: torch.Tensor, probs: torch.Tensor, counts_W: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`Shares.remap`, or the same map and probabilities where slots are Megatron's experts."""
-        if self.shares is not None:
-            return self.shares.remap(routing_map, probs, counts_W)
-        if counts_W is not None:
-            counts_W.add_(routing_map.sum(0))
-        return routing_map, probs
 
 
 class PassBinder:

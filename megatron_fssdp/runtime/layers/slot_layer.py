@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from megatron_fssdp.runtime.clocks.pass_timer import Part
 from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
 
@@ -32,61 +33,57 @@ class SlotLayer(LayerLifecycle):
     """The passes of a layer on this rank. All ranks of its groups call its methods in the same order."""
 
     following: "SlotLayer | None" = None  # the MoE layer after it on this rank
-    _is_counted = False  # the running forward pass
+
+    def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
+        """Mark a border between two parts of a pass, if they are measured (:meth:`PassTimer.border`)."""
+        if self.stopwatch is not None:
+            self.stopwatch.reach(forward, tensor)
+        if self.timer.is_running and self.clock.trains:
+            self.timer.border((self.load.forward, self.load.backward), tensor, forward, backward)
 
     def launch(self, hidden: torch.Tensor) -> None:
         """``hidden`` is any tensor of the pass."""
         if self.passes.is_alone or not self.clock.driven:
             return
-        self.passes.plan_iteration()
-        self.passes.gather_ahead()
+        if self.passes.shared is None or self.groups.transfers is not None:
+            self.passes.gather_ahead()
         if self.stopwatch is not None:
             # The span begins when the transfer is posted: what the host did until here hides nothing.
             self.stopwatch.layer_begins(hidden.device)
 
     def prepare(self, routing_map: torch.Tensor | None) -> None:
-        """The routing map, bool ``[T, E]``, is ``None`` if a CUDA graph made it.
-
-        Only plans of a micro-batch need its counts; then the host waits for them once.
-        """
-        self._is_counted = self.clock.trains and not in_backward()
-        self.groups.advance_transfers()
-        self.passes.choose(routing_map)
-        if routing_map is None and self._is_counted:
-            self.counts.open(self.passes.in_use, None)
+        """The map, bool ``[T, E]``, is ``None`` if a CUDA graph made it. Plans of micro-batches wait."""
+        self.is_counted = self.clock.trains and not in_backward()
+        if self.groups.one_queue:  # Passes without replicas call little, because the host pays for each call.
+            self.groups.advance_transfers()
+        if not (self.passes.is_settled and self.clock.driven):
+            self.passes.choose(routing_map)
         # Transfers that may not run beside the dispatch end here.
         if (transfers := self.passes.in_use.transfers) is not None and not transfers.plan.gather_ahead:
             transfers.await_weights()
 
-    def prepare_capture(self, *, training: bool) -> None:
-        """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses."""
-        self._is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
-        self.passes.choose_to_capture(is_counted=self._is_counted)
-        if self._is_counted:
-            self.counts.open(self.passes.in_use, None)
-
-    def remap(self, routing_map: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From routing map and probabilities of experts, ``[T, E]``, to those of slots, ``[T, W]``."""
+    def remap(self, routing_map: Any, probs: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """From map and probabilities of experts, ``[T, E]``, to those of slots, ``[T, W]``."""
         slot_pass = self.passes.in_use
-        counts_W = self.counts.open(slot_pass, routing_map) if self._is_counted else None
-        return slot_pass.remap(routing_map, probs, counts_W)
+        counts_W = self.counts.open(slot_pass, routing_map) if self.is_counted else None
+        if slot_pass.shares is None or routing_map is None:
+            return routing_map, probs
+        return slot_pass.shares.remap(routing_map, probs, counts_W)
 
     def enter_dispatch(self, hidden: torch.Tensor) -> torch.Tensor:
         """The pass goes on with the result."""
-        return self.gradients.at_dispatch(self.passes.in_use, hidden)
+        slot_pass = self.passes.in_use
+        return self.gradients.at_dispatch(slot_pass, hidden) if slot_pass.ends_at_dispatch else hidden
 
     def rows_travel(self) -> None:
         """Replicas for this micro-batch alone are gathered after its rows."""
         if (transfers := self.passes.in_use.transfers) is not None and not transfers.plan.rematerialize:
             transfers.gather()
-        if self.following is not None and self.clock.driven and not in_backward():
-            self.following.passes.plan_iteration()
+        if (following := self.following) is not None and self.clock.driven and not in_backward():
+            following.passes.plan_iteration()
 
     def await_weights(self, rows: torch.Tensor) -> tuple[Any, ...]:
-        """The rows are ``[R, M]``. A dispatcher that computes in steps waits itself (FasterMoE §4.2).
-
-        The result is what it needs for this: the function that waits, and the slots of the replicas.
-        """
+        """Rows are ``[R, M]``. In steps (FasterMoE §4.2), the dispatcher waits by the results."""
         slot_pass, following = self.passes.in_use, self.following
         if (transfers := slot_pass.transfers) is not None:
             transfers.begin_use(backward=False)
@@ -102,18 +99,22 @@ class SlotLayer(LayerLifecycle):
     def leave_experts(self, rows: torch.Tensor) -> torch.Tensor:
         """The pass goes on with the result."""
         slot_pass, following = self.passes.in_use, self.following
-        rows = self.gradients.at_experts(slot_pass, rows, following.gradients if following else None)
+        if following is not None and following.groups.transfers is not None:
+            rows = call_in_backward(following.gradients.settle, rows)
+        if slot_pass.is_late:
+            rows = call_in_backward(partial(self.gradients.experts_begin_backward, slot_pass), rows)
         self.mark(rows, "combine", "experts")
-        self.groups.advance_transfers(rows)
-        self.gradients.end_forward(slot_pass)
+        if self.groups.one_queue:
+            self.groups.advance_transfers(rows)
+        if slot_pass.transfers is not None or not slot_pass.is_shared:
+            self.gradients.end_forward(slot_pass)
         return rows
 
     def finish(self, output: torch.Tensor) -> torch.Tensor:
         """The pass goes on with the result."""
-        transfers, following = self.passes.in_use.transfers, self.following
         self.mark(output, None, "combine")
-        if transfers is not None and transfers.plan.rematerialize:
+        if (transfers := self.passes.in_use.transfers) is not None and transfers.plan.rematerialize:
             output = call_in_backward(partial(transfers.prefetch, backward=True), output)
-        if following is not None and not following.is_first and not in_backward():
+        if (following := self.following) is not None and not following.is_first and not in_backward():
             following.launch(output)
         return output

@@ -60,7 +60,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
         for _ in range(2):
             # Nothing of the plugin's Python runs in a replay but `prepare`, so the sums are changed by hand.
             probs, routing_map = layer.router(hidden)
-            slots._is_counted = False
+            slots.is_counted = False
             slots.passes.plan_iteration()
             slots.passes.use(slots.passes.shared)
             slot_map, slot_probs = slots.remap(routing_map, probs)

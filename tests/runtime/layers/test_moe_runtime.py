@@ -1,5 +1,6 @@
 """Iterations of a runtime: plans, histories, counts that arrive, disagreements, dropped transfers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -22,7 +23,7 @@ from ..rank_layer import run_layer_ranks
 CASE = LayerCase("runtime", num_nodes=1)
 
 
-def plans_last_an_iteration(rank: int, world_size: int) -> None:
+def a_plan_lasts_an_iteration(rank: int, world_size: int) -> None:
     run = CaseRun(CASE)
     slots, runtime, plans, measured = run.layers[0].slots, run.runtime, [], []
     slots.stopwatch = watch = LayerStopwatch()
@@ -48,11 +49,7 @@ def plans_last_an_iteration(rank: int, world_size: int) -> None:
     assert slots.history.num_seen == 3, "counts that were not shared belong to no history"
 
 
-def test_a_plan_lasts_an_iteration() -> None:
-    run_layer_ranks(plans_last_an_iteration, 2)
-
-
-def evaluations_correct_nothing(rank: int, world_size: int) -> None:
+def only_a_training_pass_corrects_a_plan(rank: int, world_size: int) -> None:
     run = CaseRun(replace(CASE, corrects=True))
     slots, runtime = run.layers[0].slots, run.runtime
 
@@ -76,11 +73,7 @@ def evaluations_correct_nothing(rank: int, world_size: int) -> None:
     runtime.end_iteration()
 
 
-def test_only_a_training_pass_corrects_a_plan() -> None:
-    run_layer_ranks(evaluations_correct_nothing, 2)
-
-
-def traced_names(rank: int, world_size: int) -> None:
+def a_trace_names_what_a_layer_does(rank: int, world_size: int) -> None:
     run = CaseRun(CASE)
     run.runtime.begin_iteration(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
@@ -88,10 +81,6 @@ def traced_names(rank: int, world_size: int) -> None:
         run.runtime.finish_gradients()
     names = {one.key for one in trace.key_averages()}
     assert {"fssdp plan", "fssdp remap", "fssdp gather weights", "fssdp reduce gradients"} <= names
-
-
-def test_a_trace_names_what_a_layer_does() -> None:
-    run_layer_ranks(traced_names, 2)
 
 
 class OwnersOnly(DrawnPlacements):
@@ -151,7 +140,7 @@ def test_plans_that_differ_are_reported_on_all_ranks() -> None:
         assert "FSSDP_CHECK_PLANS=1" in message
 
 
-def counts_arrive(rank: int, world_size: int) -> None:
+def counts_of_all_layers_arrive_with_the_end_of_the_iteration(rank: int, world_size: int) -> None:
     run = CaseRun(replace(CASE, num_layers=3), check_plans=False)
     run.runtime.begin_iteration(1)
     batch = run.draw()
@@ -169,10 +158,6 @@ def counts_arrive(rank: int, world_size: int) -> None:
     run.runtime.reset_gradients()
     run.runtime.end_passes()
     assert not any(load.counts_DE.any() for load in run.runtime.end_iteration())
-
-
-def test_the_counts_of_all_layers_arrive_with_the_end_of_the_iteration() -> None:
-    run_layer_ranks(counts_arrive, 2)
 
 
 def drop(rank: int, world_size: int) -> list[int]:
@@ -206,7 +191,7 @@ def test_transfers_of_a_dropped_iteration_are_awaited() -> None:
     assert run_layer_ranks(drop, 2) == [[2, 2, 2]] * 2
 
 
-def build_wrongly(rank: int, world_size: int) -> None:
+def parameters_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     layer = CaseRun(CASE).layers[0].slots
     parameters = layer.experts.parameters
     uneven = {**parameters, next(iter(parameters)): [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
@@ -215,5 +200,15 @@ def build_wrongly(rank: int, world_size: int) -> None:
             LocalLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), layer.strategy)
 
 
-def test_parameters_that_do_not_fit_are_refused() -> None:
-    run_layer_ranks(build_wrongly, 2)
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_plan_lasts_an_iteration,
+        only_a_training_pass_corrects_a_plan,
+        a_trace_names_what_a_layer_does,
+        counts_of_all_layers_arrive_with_the_end_of_the_iteration,
+        parameters_that_do_not_fit_are_refused,
+    ],
+)
+def test_on_two_ranks(check: Callable[[int, int], None]) -> None:
+    run_layer_ranks(check, 2)
