@@ -79,27 +79,17 @@ class TransferTimer:
 
 
 class PendingTransfer:
-    """A transfer that has started, or that has nothing to do on this rank."""
+    """A transfer that has started on a thread; without a ``future``, it has nothing to do on this rank."""
 
-    def __init__(self, timer: TransferTimer) -> None:
-        self.timer = timer
-
-    def wait(self) -> None:
-        """Wait, on the CPU by the calling thread, on CUDA by its current stream."""
-
-
-class ThreadTransfer(PendingTransfer):
-    """A transfer on a :class:`ThreadLane`."""
-
-    def __init__(self, timer: TransferTimer) -> None:
-        super().__init__(timer)
-        self.future: Future[None] = Future()
+    def __init__(self, timer: TransferTimer, future: Future[None] | None = None) -> None:
+        self.timer, self._future = timer, future
 
     def wait(self) -> None:
-        """Block until the transfer is complete, and raise its errors."""
-        begin = now(is_cuda=False)
-        self.future.result()
-        self.timer.waits.append((begin, now(is_cuda=False)))
+        """Wait, on the CPU by the calling thread, which gets errors, on CUDA by its current stream."""
+        if self._future is not None:
+            begin = now(is_cuda=False)
+            self._future.result()
+            self.timer.waits.append((begin, now(is_cuda=False)))
 
 
 class ThreadLane:
@@ -110,11 +100,11 @@ class ThreadLane:
         # A daemon, because a transfer whose peer is gone must not keep the process from ending.
         threading.Thread(target=self._work, name="transfers", daemon=True).start()
 
-    def submit(self, steps: Steps, timer: TransferTimer) -> ThreadTransfer:
+    def submit(self, steps: Steps, timer: TransferTimer) -> PendingTransfer:
         """Queue a transfer."""
-        transfer = ThreadTransfer(timer)
-        self._jobs.put((steps, transfer.future, timer))
-        return transfer
+        future = Future[None]()
+        self._jobs.put((steps, future, timer))
+        return PendingTransfer(timer, future)
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)  # This affects only the lane's thread.

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
+from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
@@ -162,9 +162,9 @@ def counts_of_all_layers_arrive_with_the_end_of_the_iteration(rank: int, world_s
 
 def drop(rank: int, world_size: int) -> list[int]:
     """Waits of each way to drop an iteration while the second layer's weights are on their way."""
-    awaited, original = [0], ThreadTransfer.wait
+    awaited, original = [0], PendingTransfer.wait
 
-    def counting(transfer: ThreadTransfer) -> object:
+    def counting(transfer: PendingTransfer) -> object:
         awaited[-1] += 1
         return original(transfer)
 
@@ -175,7 +175,7 @@ def drop(rank: int, world_size: int) -> list[int]:
         routing_map = torch.arange(8).expand(4, 8) < 2
         run.layers[0].forward(torch.ones(4, 5).double(), torch.ones(4, 8), routing_map)
         awaited.append(0)
-        with mock.patch.object(ThreadTransfer, "wait", counting):
+        with mock.patch.object(PendingTransfer, "wait", counting):
             if how == "own":
                 run.layers[1].move(run.layers[1].slots.context.owner_E)
             elif how == "reset_gradients":
