@@ -173,7 +173,7 @@ class SparseTransfer:
 
     def _steps(self, cargo: GatherCargo, num_chunks: int, puts: WeightPuts) -> Steps:
         """Post the steps in order, and wait only for what the next messages to pass on need."""
-        operation = "SparseAllGather" if cargo.is_gather else "SparseReduceScatter"
+        operation, tag = ("SparseAllGather", 0) if cargo.is_gather else ("SparseReduceScatter", 1)
         # Experts whose messages a device has to receive before it sends its own.
         passed_on = self._passed_on if cargo.is_gather else set(self.received_experts)
         with naming_failures(f"{operation} of {self._what}"):
@@ -205,13 +205,12 @@ class SparseTransfer:
                 arriving.append(both)
                 sends = steps[t].sends if 0 <= t < len(steps) else []
                 outgoing = cargo.outgoing(sends)
-                tag = not cargo.is_gather
-                postings = list[tuple[Posting, list[dist.Work]]]()
+                postings, works_of, sent = list[Posting](), list[list[dist.Work]](), list[dist.Work]()
                 for message in receives:
                     arrived = both[message.expert not in passed_on]
-                    pieces = [] if message.peer in ended else arrived.pieces[message]
-                    postings += self._postings(True, message, pieces, tag, arrived.works)
-                sent = list[dist.Work]()
+                    for piece in [] if message.peer in ended else arrived.pieces[message]:
+                        postings.append(Posting(True, piece, message.peer, 2 * message.expert + tag))
+                        works_of.append(arrived.works)
                 copied: dict[int, list[tuple[Tensor, Tensor]]] = {}
                 for message, pieces in zip(sends, outgoing, strict=True):
                     if message.peer in puts.peers:
@@ -219,9 +218,11 @@ class SparseTransfer:
                         pairs = copied.setdefault(message.peer, [])
                         pairs += zip(cargo.cut(slot, message.chunk), pieces, strict=True)
                         continue
-                    postings += self._postings(False, message, pieces, tag, sent)
-                posted = post([posting for posting, _ in postings], self.group, in_batch=self._on_cuda)
-                for (_, works), work in zip(postings, posted, strict=True):
+                    for piece in pieces:
+                        postings.append(Posting(False, piece, message.peer, 2 * message.expert + tag))
+                        works_of.append(sent)
+                posted = post(postings, self.group, in_batch=self._on_cuda)
+                for works, work in zip(works_of, posted, strict=True):
                     works.append(work)
                 puts.put(copied)
                 open_sends.append((sent, outgoing))
@@ -234,14 +235,6 @@ class SparseTransfer:
                     cargo.settle(arrived)
             for works, _ in open_sends:
                 wait_for(works)
-
-    @staticmethod
-    def _postings(
-        receives: bool, message: Message, pieces: Sequence[Tensor], tag: int, works: list[dist.Work]
-    ) -> list[tuple[Posting, list[dist.Work]]]:
-        """The pieces of a message, and where their works belong."""
-        number = 2 * message.expert + tag
-        return [(Posting(receives, piece, message.peer, number), works) for piece in pieces]
 
     def _chunk_elements(self, dtype: torch.dtype, num_received: int = 0) -> int:
         num_bytes, hops = len(self.elements) * dtype.itemsize, self.plan.max_depth + 1

@@ -63,8 +63,15 @@ class GatherCargo:
         return self._elements[number * self._chunk_elements : (number + 1) * self._chunk_elements]
 
     def cut(self, parts: Parts, chunk: int) -> list[Tensor]:
-        """The pieces of a chunk of an expert that consists of these parts."""
-        return _cut(parts, self._chunk(chunk))
+        """The parts of an expert that are in a chunk, cut where it begins and ends."""
+        elements, pieces, begin = self._chunk(chunk), [], 0
+        for part in parts:
+            size = part.numel()
+            first, last = max(elements.start - begin, 0), min(elements.stop - begin, size)
+            if first < last:
+                pieces.append(part if last - first == size else part[first:last])
+            begin += size
+        return pieces
 
     def _pieces(self, expert: int, chunk: int) -> list[Tensor]:
         return self.cut(self._contents[expert], chunk)
@@ -169,18 +176,6 @@ class ReductionCargo(GatherCargo):
     def _padded(self, num_elements: int) -> int:
         step = ALIGNMENT_BYTES // self._dtype.itemsize
         return -(-num_elements // step) * step
-
-
-def _cut(parts: Parts, elements: range) -> list[Tensor]:
-    """The parts of some of the elements, cut where they begin and end."""
-    pieces, begin = [], 0
-    for part in parts:
-        size = part.numel()
-        first, last = max(elements.start - begin, 0), min(elements.stop - begin, size)
-        if first < last:
-            pieces.append(part if last - first == size else part[first:last])
-        begin += size
-    return pieces
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
