@@ -22,7 +22,7 @@ from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.pass_binder import SlotPass
-from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
+from megatron_fssdp.runtime.layers.strategy_selector import select_strategies
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
@@ -54,17 +54,15 @@ class SlotStack(LayerStack):
             on_pass = partial(self._passes.__setitem__, number)
             self.runtime.add_layer(context, groups, of_layer, on_pass=on_pass, measures=True)
         self._moves = ExpertMoves(self.runtime)
-        self._selector: StrategySelector | None = None
-        if selecting(strategy):
-            self._selector = StrategySelector(strategy, [groups.expert_parallel])
         self._num_done = 0
 
     def _owned(self) -> Sequence[ParametersByExpert]:
         return [layer.experts.parameters for layer in self.runtime.layers]
 
     def _begin(self, num_micro_batches: int) -> None:
-        if self._selector is not None:
-            report = self._selector.select(self.runtime.layers, self._num_done)
+        if selecting(strategy := self.runtime.strategy):
+            groups = [self.groups.expert_parallel]
+            report = select_strategies(strategy, groups, self.runtime.layers, self._num_done)
             if report is not None and report.changes and dist.get_rank() == 0:
                 print(f"[testbed] auto, after {self._num_done} iterations: {report.describe()}", flush=True)
         self.parameters = self._moves.before(self._num_done)

@@ -38,7 +38,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
-from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
+from megatron_fssdp.runtime.layers.strategy_selector import select_strategies
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
@@ -69,7 +69,6 @@ class IterationDriver:
         self._began_s = 0.0
         self._number = 0
         self._versions = session.slots.versions()  # after the last step, move, or write that is known
-        self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
         layers, strategy = self.runtime.layers, session.strategy
@@ -86,8 +85,6 @@ class IterationDriver:
         if strategy.moves_owners:
             owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
             session.slots.resharding = ExpertResharding(owned, devices, copies, model.chunks, optimizer)
-        if selecting(strategy) and session.slots.layers:
-            self._selector = StrategySelector(strategy, self._groups_of_owners)
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
@@ -113,9 +110,10 @@ class IterationDriver:
             self._profile(num_micro_batches)
             self.runtime.drop_plans()
         self.selection = None
-        if self._selector is not None:
+        layers, strategy = session.slots.layers, session.strategy
+        if layers and layers[0].context.num_devices > 1 and selecting(strategy):
             # Layers of multi-token prediction keep their strategy.
-            self.selection = self._selector.select(session.slots.layers, iteration)
+            self.selection = select_strategies(strategy, self._groups_of_owners, layers, iteration)
         if self.selection is not None:
             self.runtime.drop_plans()
             if reports_for_stage():
