@@ -22,7 +22,7 @@ Shape letters: T tokens, E experts, R rows that a rank receives, M model dimensi
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from megatron_fssdp.runtime.clocks.pass_timer import Part
 from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
@@ -34,15 +34,15 @@ class SlotLayer(LayerLifecycle):
 
     following: "SlotLayer | None" = None  # the MoE layer after it on this rank
 
-    def mark(self, tensor: torch.Tensor, forward: Part | None, backward: Part | None) -> None:
+    def mark(self, tensor: Tensor, forward: Part | None, backward: Part | None) -> None:
         """Mark a border between two parts of a pass, if they are measured (:meth:`PassTimer.border`)."""
         if self.stopwatch is not None:
             self.stopwatch.reach(forward, tensor)
         if self.timer.is_running and self.clock.trains:
             self.timer.border((self.load.forward, self.load.backward), tensor, forward, backward)
 
-    def launch(self, hidden: torch.Tensor) -> None:
-        """``hidden`` is any tensor of the pass."""
+    def launch(self, hidden: Tensor) -> None:
+        """Plan the iteration if it is not yet; ``hidden`` is any tensor of the pass."""
         if self.passes.is_alone or not self.clock.driven:
             return
         if self.passes.shared is None or self.groups.transfers is not None:
@@ -51,7 +51,7 @@ class SlotLayer(LayerLifecycle):
             # The span begins when the transfer is posted: what the host did until here hides nothing.
             self.stopwatch.layer_begins(hidden.device)
 
-    def prepare(self, routing_map: torch.Tensor | None) -> None:
+    def prepare(self, routing_map: Tensor | None) -> None:
         """The map, bool ``[T, E]``, is ``None`` if a CUDA graph made it. Plans of micro-batches wait."""
         self.is_counted = self.clock.trains and not in_backward()
         if self.groups.one_queue:  # Passes without replicas call little, because the host pays for each call.
@@ -62,7 +62,7 @@ class SlotLayer(LayerLifecycle):
         if (transfers := self.passes.in_use.transfers) is not None and not transfers.plan.gather_ahead:
             transfers.await_weights()
 
-    def remap(self, routing_map: Any, probs: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def remap[Map: (Tensor, None)](self, routing_map: Map, probs: Tensor) -> tuple[Map, Tensor]:
         """From map and probabilities of experts, ``[T, E]``, to those of slots, ``[T, W]``."""
         slot_pass = self.passes.in_use
         counts_W = self.counts.open(slot_pass, routing_map) if self.is_counted else None
@@ -70,7 +70,7 @@ class SlotLayer(LayerLifecycle):
             return routing_map, probs
         return slot_pass.shares.remap(routing_map, probs, counts_W)
 
-    def enter_dispatch(self, hidden: torch.Tensor) -> torch.Tensor:
+    def enter_dispatch(self, hidden: Tensor) -> Tensor:
         """The pass goes on with the result."""
         slot_pass = self.passes.in_use
         return self.gradients.at_dispatch(slot_pass, hidden) if slot_pass.ends_at_dispatch else hidden
@@ -82,7 +82,7 @@ class SlotLayer(LayerLifecycle):
         if (following := self.following) is not None and self.clock.driven and not in_backward():
             following.passes.plan_iteration()
 
-    def await_weights(self, rows: torch.Tensor) -> tuple[Any, ...]:
+    def await_weights(self, rows: Tensor) -> tuple[Any, ...]:
         """Rows are ``[R, M]``. In steps (FasterMoE §4.2), the dispatcher waits by the results."""
         slot_pass, following = self.passes.in_use, self.following
         if (transfers := slot_pass.transfers) is not None:
@@ -96,7 +96,7 @@ class SlotLayer(LayerLifecycle):
         self.mark(rows, "experts", "dispatch")
         return ()
 
-    def leave_experts(self, rows: torch.Tensor) -> torch.Tensor:
+    def leave_experts(self, rows: Tensor) -> Tensor:
         """The pass goes on with the result."""
         slot_pass, following = self.passes.in_use, self.following
         if following is not None and following.groups.transfers is not None:
@@ -110,7 +110,7 @@ class SlotLayer(LayerLifecycle):
             self.gradients.end_forward(slot_pass)
         return rows
 
-    def finish(self, output: torch.Tensor) -> torch.Tensor:
+    def finish(self, output: Tensor) -> Tensor:
         """The pass goes on with the result."""
         self.mark(output, None, "combine")
         if (transfers := self.passes.in_use.transfers) is not None and transfers.plan.rematerialize:
