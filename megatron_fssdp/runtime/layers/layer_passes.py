@@ -173,19 +173,16 @@ class LayerPasses:
     def _own_pass(self, routing_map: torch.Tensor, shared: SlotPass) -> SlotPass:
         self._await_parameters()
         counts_DE = self._host_counts(routing_map)
-        # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots.
-        own = self._to_recompute(counts_DE) if in_backward() else None
+        # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots:
+        # those of the first pass with these counts that is not recomputed yet.
+        left = [one for one in self.own if in_backward() and not (one.is_over or one.is_recomputed)]
+        own = next((one for one in left if np.all(one.counts_DE == counts_DE)), None)
         if own is None:
             plan = self._planner.plan_after_gate(self.local, counts_DE, shared.plan, 1)
             own = self._binder.for_micro_batch(plan, counts_DE)
             self.own.append(own)
         own.is_recomputed = in_backward()
         return own
-
-    def _to_recompute(self, counts_DE: np.ndarray) -> SlotPass | None:
-        """The pass of the first micro-batch with these counts whose backward pass has yet to recompute it."""
-        left = (own for own in self.own if not (own.is_over or own.is_recomputed))
-        return next((own for own in left if np.array_equal(own.counts_DE, counts_DE)), None)  # type: ignore[arg-type]
 
     def _corrected(self, routing_map: torch.Tensor, before: SlotPass) -> SlotPass:
         """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""
