@@ -24,7 +24,7 @@ class LayerPasses:
     micro-batch by strategies that ask for it. All micro-batches and recomputed forward passes use its pass
     ``shared``, unless a plan is made for each micro-batch. ``on_pass`` is called when a pass comes into use:
     the caller binds its dispatcher and its experts to the slots. ``before`` are the passes of the MoE layer
-    before this one on this rank.
+    before this one on this rank. Passes outside of iterations have a binder of their own.
     """
 
     def __init__(
