@@ -45,7 +45,7 @@ from megatron_fssdp.collectives.device_clock import elapsed_s
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
 
 RANKS, NODES, SLOTS = 4, 2, 4
@@ -127,7 +127,7 @@ class Layers:
             self.runtime = session.runtime
             self.layers = [StrategyMoELayer.of(layer, session) for layer in self.layers]
         for slot_layer in self.runtime.layers if self.runtime else ():
-            slot_layer.lifecycle.set_profile(profile)
+            slot_layer.set_profile(profile)
             passes = slot_layer.passes
             passes.on_pass = partial(self._note, slot_layer.context.layer, passes.on_pass)
 

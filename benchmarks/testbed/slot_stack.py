@@ -21,8 +21,8 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
-from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
+from megatron_fssdp.runtime.layers.strategy_selector import select_strategies
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
@@ -54,17 +54,15 @@ class SlotStack(LayerStack):
             on_pass = partial(self._passes.__setitem__, number)
             self.runtime.add_layer(context, groups, of_layer, on_pass=on_pass, measures=True)
         self._moves = ExpertMoves(self.runtime)
-        self._selector: StrategySelector | None = None
-        if selecting(strategy):
-            self._selector = StrategySelector(strategy, [groups.expert_parallel], torch.device("cpu"))
         self._num_done = 0
 
     def _owned(self) -> Sequence[ParametersByExpert]:
         return [layer.experts.parameters for layer in self.runtime.layers]
 
     def _begin(self, num_micro_batches: int) -> None:
-        if self._selector is not None:
-            report = self._selector.select(self.runtime.layers, self._num_done)
+        if selecting(strategy := self.runtime.strategy):
+            groups = [self.groups.expert_parallel]
+            report = select_strategies(strategy, groups, self.runtime.layers, self._num_done)
             if report is not None and report.changes and dist.get_rank() == 0:
                 print(f"[testbed] auto, after {self._num_done} iterations: {report.describe()}", flush=True)
         self.parameters = self._moves.before(self._num_done)
@@ -80,7 +78,7 @@ class SlotStack(LayerStack):
         self, number: int, hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> torch.Tensor:
         layer = self.runtime.layers[number]
-        layer.prepare(routing_map, training=True)
+        layer.prepare(routing_map)
         one = self._passes[number]
         self._ran[number].append(one.plan)
         dispatcher = self._dispatcher_of(one)
@@ -96,7 +94,7 @@ class SlotStack(LayerStack):
             def of_step(*arguments: torch.Tensor) -> tuple[torch.Tensor, None]:
                 return compute(*arguments, only_with_rows=True), None
 
-            late = layer.await_weights(rows, in_steps=True)
+            late = layer.await_weights(rows)
             rows = dispatcher.compute_in_steps(rows, row_probs, of_step, *late)
         else:
             layer.await_weights(rows)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -20,10 +21,9 @@ def now(is_cuda: bool) -> Moment:
 
 def seconds_between(begin: Moment, end: Moment) -> float:
     """The seconds between two moments of one clock. On CUDA, the host waits until both are reached."""
-    if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float)
-        assert isinstance(end, float)
-        return end - begin
+    if isinstance(begin, float):
+        return cast(float, end) - begin
+    end = cast(torch.cuda.Event, end)
     begin.synchronize()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3

@@ -1,6 +1,5 @@
 """Point-to-point messages between the ranks of a group."""
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakSet
@@ -81,23 +80,21 @@ def wait_for(works: Iterable[dist.Work]) -> None:
         work.wait()
 
 
-def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Open the connections between every two ranks of a group, and return the seconds that it took.
+def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Open the connections between every two ranks of a group.
 
     NCCL would open them when a plan first moves an expert between two ranks. Every rank of the group must
     make the first call, which also creates the group's communicator; further calls do nothing.
     """
     if group in _connected_groups:
-        return 0.0
+        return
     _connected_groups.add(group)
-    begin_s = time.perf_counter()
     rank, num_ranks = group.rank(), group.size()
     # Every rank begins with its next neighbour, so that no rank gets all first messages.
     others = [(rank + turn) % num_ranks for turn in range(1, num_ranks)]
     sent, received = torch.zeros(1, device=device), torch.empty(num_ranks, device=device)
     exchange([(peer, sent) for peer in others], [(peer, received[peer : peer + 1]) for peer in others], group)
     torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter() - begin_s
 
 
 def _batch(messages: Sequence[Posting], group: dist.ProcessGroup) -> list[dist.Work]:

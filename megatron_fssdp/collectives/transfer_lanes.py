@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,8 +40,8 @@ from torch import Tensor
 
 from megatron_fssdp.collectives.device_clock import Moment, now, seconds_between
 
-Steps = Generator[None, None, None]
-"""A transfer that stops after each batch that it has issued."""
+Steps = Generator[bool, None, None]
+"""A transfer that stops after each batch that it has issued, and says whether another one follows."""
 
 
 @dataclass(eq=False)
@@ -78,27 +79,17 @@ class TransferTimer:
 
 
 class PendingTransfer:
-    """A transfer that has started, or that has nothing to do on this rank."""
+    """A transfer that has started on a thread; without a ``future``, it has nothing to do on this rank."""
 
-    def __init__(self, timer: TransferTimer) -> None:
-        self.timer = timer
-
-    def wait(self) -> None:
-        """Wait, on the CPU by the calling thread, on CUDA by its current stream."""
-
-
-class ThreadTransfer(PendingTransfer):
-    """A transfer on a :class:`ThreadLane`."""
-
-    def __init__(self, timer: TransferTimer) -> None:
-        super().__init__(timer)
-        self.future: Future[None] = Future()
+    def __init__(self, timer: TransferTimer, future: Future[None] | None = None) -> None:
+        self.timer, self._future = timer, future
 
     def wait(self) -> None:
-        """Block until the transfer is complete, and raise its errors."""
-        begin = now(is_cuda=False)
-        self.future.result()
-        self.timer.waits.append((begin, now(is_cuda=False)))
+        """Wait, on the CPU by the calling thread, which gets errors, on CUDA by its current stream."""
+        if self._future is not None:
+            begin = now(is_cuda=False)
+            self._future.result()
+            self.timer.waits.append((begin, now(is_cuda=False)))
 
 
 class ThreadLane:
@@ -109,11 +100,11 @@ class ThreadLane:
         # A daemon, because a transfer whose peer is gone must not keep the process from ending.
         threading.Thread(target=self._work, name="transfers", daemon=True).start()
 
-    def submit(self, steps: Steps, timer: TransferTimer) -> ThreadTransfer:
+    def submit(self, steps: Steps, timer: TransferTimer) -> PendingTransfer:
         """Queue a transfer."""
-        transfer = ThreadTransfer(timer)
-        self._jobs.put((steps, transfer.future, timer))
-        return transfer
+        future = Future[None]()
+        self._jobs.put((steps, future, timer))
+        return PendingTransfer(timer, future)
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)  # This affects only the lane's thread.
@@ -144,48 +135,37 @@ class StreamTransfer(PendingTransfer):
         lane: "StreamLane",
         steps: Steps,
         timer: TransferTimer,
-        num_batches: int,
-        at_once: int,
+        at_once: int | None,
         touched: Iterable[Tensor],
     ) -> None:
         super().__init__(timer)
-        self.num_issued = 0
-        self._lane, self._steps, self._touched = lane, steps, tuple(touched)
-        self.num_batches, self._at_once = num_batches, at_once
+        self.has_batches = True
+        self._lane, self._steps, self._touched, self._at_once = lane, steps, tuple(touched), at_once
         self._submitted_on = torch.cuda.current_stream(lane.device)
         self._ready = self._submitted_on.record_event()
 
-    def issue(self) -> None:
-        """Issue the batches of one point.
+    def issue(self, *, to_the_end: bool = False) -> None:
+        """Issue the batches of one point, or all that are left and the event that ends the transfer.
 
-        The end is left out: it waits for the last batch, which would hold up all that is queued behind it.
+        A point leaves the end out: it waits for the last batch, which would hold up all that is queued behind
+        it.
         """
-        for _ in range(min(self._at_once, self.num_batches - self.num_issued)):
-            self._issue_next()
-
-    def issue_all(self) -> None:
-        """Issue all remaining batches, and the event that ends the transfer."""
-        while self.timer.end is None:
-            self._issue_next()
-
-    def _issue_next(self) -> None:
         stream = self._lane.stream
         with torch.cuda.stream(stream), torch.no_grad():
             if self.timer.begin is None:
                 stream.wait_event(self._ready)
                 self.timer.begin = now(is_cuda=True)
-            try:
-                next(self._steps)
-                self.num_issued += 1
-            except StopIteration:
-                self.timer.end = now(is_cuda=True)
+            for _ in range(self._at_once or 0):
+                self.has_batches = self.has_batches and next(self._steps, False)
+            if to_the_end:
+                for _ in self._steps:
+                    pass
+                self.has_batches, self.timer.end = False, now(is_cuda=True)
 
     def wait(self) -> None:
         """Make the current stream wait for the transfer; the host does not wait."""
         self._lane.issue_through(self)
-        stream, end = torch.cuda.current_stream(self._lane.device), self.timer.end
-        assert end is not None
-        assert not isinstance(end, float)
+        stream, end = torch.cuda.current_stream(self._lane.device), cast(torch.cuda.Event, self.timer.end)
         self.timer.waits.append((now(is_cuda=True), end))
         stream.wait_event(end)
         if {self._submitted_on, stream} != {torch.cuda.default_stream(self._lane.device)}:
@@ -202,12 +182,7 @@ class StreamLane:
         self._open: deque[StreamTransfer] = deque()
 
     def submit(
-        self,
-        steps: Steps,
-        timer: TransferTimer,
-        num_batches: int,
-        at_once: int | None,
-        touched: Iterable[Tensor],
+        self, steps: Steps, timer: TransferTimer, at_once: int | None, touched: Iterable[Tensor]
     ) -> StreamTransfer:
         """Begin a transfer, to run after all work that is on the current stream now.
 
@@ -216,7 +191,7 @@ class StreamLane:
         belong to the stream that waits for the transfer.
         """
         timer.ends_at_wait = at_once is not None
-        transfer = StreamTransfer(self, steps, timer, num_batches, at_once or num_batches, touched)
+        transfer = StreamTransfer(self, steps, timer, at_once, touched)
         self._open.append(transfer)
         if at_once is None:
             self.issue_through(transfer)
@@ -226,16 +201,15 @@ class StreamLane:
 
     def advance(self) -> None:
         """Issue the next batches of the first transfer that still has some: one point of the program."""
-        transfer = next(
-            (transfer for transfer in self._open if transfer.num_issued < transfer.num_batches), None
-        )
-        if transfer is not None:
-            transfer.issue()
+        for transfer in self._open:
+            if transfer.has_batches:
+                transfer.issue()
+                break
 
     def issue_through(self, transfer: StreamTransfer) -> None:
         """Issue everything of a transfer and of the transfers before it."""
         while transfer in self._open:
-            self._open.popleft().issue_all()
+            self._open.popleft().issue(to_the_end=True)
 
 
 _thread_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[int, ThreadLane]] = WeakKeyDictionary()

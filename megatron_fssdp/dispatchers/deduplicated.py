@@ -58,23 +58,15 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
     is padded to the capacity needs the number of experts.
     """
 
-    def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: list[int],
-        config: Any,
-        pg_collection: Any = None,
-        *,
-        topology: Topology,
-        most_choices: int | None = None,
-    ) -> None:
-        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
+    def __init__(self, *arguments: Any, topology: Topology, most_choices: int | None = None) -> None:
+        super().__init__(*arguments)
         self.cuda_sync_point = "before_ep_alltoall"
-        pads = config.moe_router_padding_for_quantization  # A padded map has any number of slots for a token.
-        most_choices = self.num_experts if pads else most_choices or config.moe_router_topk
+        # A padded map has any number of slots for a token.
+        pads = self.config.moe_router_padding_for_quantization
+        most_choices = self.num_experts if pads else most_choices or self.config.moe_router_topk
         self._num_choices = min(most_choices, self.num_experts)
         self._topology = topology
-        device_W = np.arange(self.ep_size).repeat(num_local_experts)
+        device_W = np.arange(self.ep_size).repeat(self.num_local_experts)
         node_W = topology.node_of_device_D[device_W]
         none = np.empty((0, 0), np.int64)
         self._relay_DN = TwoHops(topology, none, none).relay_DN

@@ -2,15 +2,7 @@
 
 Megatron's all-to-all dispatcher counts the rows and brings them into the order of sending. Its phases between
 the permutation and its inverse pass the rows on, and :meth:`SmartScheduleTokenDispatcher.compute_in_steps`,
-which the layer calls in place of the experts, does their work::
-
-    dispatch_preprocess      counts, permutation                 Megatron's
-    token_dispatch           overlapped shared experts
-    dispatch_postprocess     (nothing)
-    experts                  compute_in_steps                    one autograd node
-    combine_preprocess       (nothing)
-    token_combine            (nothing)
-    combine_postprocess      inverse permutation, sums           Megatron's
+which the layer calls in place of the experts, does their work in one autograd node.
 
 **Steps.** The ranks form n groups, and the groups form a ring. In step j, a rank sends rows to group
 ``own - j`` (``Sj``), computes on the rows that came from group ``own + j`` (``Cj``), and sends the results
@@ -25,11 +17,9 @@ group comes last. The rows of a step leave just before the compute of the step b
 connection (``CUDA_DEVICE_MAX_CONNECTIONS=1``), its kernels wait in the order of their issue, and the first
 compute would otherwise wait for nearly all rows.
 
-**Host waits.** One for each forward pass, as in Megatron's dispatcher: for the counts.
-
 **Backward pass.** It runs the same steps with gradients in place of rows and results. Each step has a
-separate autograd graph for the experts. Hooks on the experts' Parameters, also DDP's, therefore run once for
-each step. Saved-tensor hooks around the layer do not apply to the experts: those of non-reentrant
+separate autograd graph for the experts, so hooks on their Parameters, also DDP's, run once for each step.
+Saved-tensor hooks around the layer do not apply to the experts: those of non-reentrant
 recomputation would run a forward pass in the middle of the backward exchange, and other ranks would wait for
 it. Under such recomputation, the experts' activations are therefore kept. Reentrant recomputation, which is
 Megatron's own, works as usual.
@@ -72,16 +62,8 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
     D * U. The ring is seen from this rank.
     """
 
-    def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: list[int],
-        config: Any,
-        pg_collection: Any = None,
-        *,
-        ring: GroupRing,
-    ) -> None:
-        super().__init__(num_local_experts, local_expert_indices, config, pg_collection)
+    def __init__(self, *arguments: Any, ring: GroupRing) -> None:
+        super().__init__(*arguments)
         self.ring = ring
         self._counts_DU = torch.empty(0)
 

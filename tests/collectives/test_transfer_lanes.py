@@ -1,7 +1,6 @@
 import gc
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -9,21 +8,21 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from devtools.virtual_cuda import virtual_cuda
 from megatron_fssdp.collectives.transfer_lanes import (
     PendingTransfer,
+    StreamLane,
     ThreadLane,
     TransferTimer,
     advance_transfers,
     stream_lane,
 )
-from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import FinishedStream, HostEvent
 
-DEVICE = torch.device("cuda", 0)
-Steps = Generator[None, None, None]
+Steps = Generator[bool, None, None]
 
 
 def one_step(run: Callable[[], object]) -> Steps:
-    yield
+    yield False
     run()
 
 
@@ -71,7 +70,7 @@ def test_neither_lanes_nor_timers_keep_tensors_alive() -> None:
     def steps() -> Steps:
         tensor = torch.ones(100)
         refs.append(StorageWeakRef(tensor.untyped_storage()))
-        yield
+        yield False
         assert not refs[0].expired()
         del tensor
 
@@ -87,29 +86,6 @@ def test_neither_lanes_nor_timers_keep_tensors_alive() -> None:
 
 
 @pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> list[FinishedStream]:
-    """The current streams, innermost last, on a device whose work is always done."""
-    current = [FinishedStream()]
-
-    class Stream(FinishedStream):
-        def __init__(self, *_: Any, **__: Any) -> None:
-            """Take a device, as torch's streams do."""
-
-    @contextmanager
-    def entered(stream: FinishedStream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
-    monkeypatch.setattr(torch.cuda, "stream", entered)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: current[0])
-    return current
-
-
-@pytest.fixture
 def group() -> dist.ProcessGroup:
     return cast(Any, type("Group", (), {})())  # only a key here
 
@@ -121,22 +97,23 @@ def issued() -> list[str]:
 
 
 @pytest.fixture
-def start(current: list[FinishedStream], issued: list[str], group: Any) -> Callable[..., Any]:
-    """Submits a transfer by its name, number of batches, most batches at once and touched tensors."""
+def start(issued: list[str], group: Any) -> Iterator[Callable[..., Any]]:
+    """Submits a transfer by its name, number of batches and most batches at once, on a virtual device."""
 
-    def steps(name: str, num_batches: int) -> Steps:
+    def steps(name: str, num_batches: int, lane: StreamLane) -> Steps:
         for batch in range(num_batches):
-            assert len(current) == 2, "not on the stream of transfers"
+            assert torch.cuda.current_stream() == lane.stream
             assert not torch.is_grad_enabled()
             issued.append(f"{name}{batch}")
-            yield
+            yield batch + 1 < num_batches
         issued.append(f"{name} end")
 
-    def submit(name: str, num_batches: int, at_once: int | None, touched: Any = ()) -> Any:
-        lane = stream_lane(group, DEVICE)
-        return lane.submit(steps(name, num_batches), TransferTimer(), num_batches, at_once, touched)
+    def submit(name: str, num_batches: int, at_once: int | None) -> Any:
+        lane = stream_lane(group, torch.device("cuda", 0))
+        return lane.submit(steps(name, num_batches, lane), TransferTimer(), at_once, ())
 
-    return submit
+    with virtual_cuda():
+        yield submit
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3])
@@ -144,7 +121,7 @@ def test_with_one_connection_each_point_issues_at_most_so_many_batches(group, is
     pending = start("a", 7, at_once)
     for points in range(1, 9):
         assert len(issued) == min(7, points * at_once)
-        assert pending.num_issued == len(issued)
+        assert pending.has_batches == (len(issued) < 7)
         advance_transfers(group)
     # The end waits for the last batch on the lane's stream. It would hold up the one queue of the device.
     assert "a end" not in issued

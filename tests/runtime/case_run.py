@@ -4,6 +4,7 @@ Shape letters: T tokens of all ranks, M model dimension, E experts, D devices, L
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +119,7 @@ class CaseRun:
                 layer.keep(self.strategy, iteration)
             layer.used.clear()
 
-    def forward(self, batch: Inputs, training: bool = True) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The forward pass of all layers: output and leaves."""
         case = self.case
         hidden = batch.of_rank(batch.hidden, self.rank).to(case.device, case.dtype)
@@ -130,7 +131,7 @@ class CaseRun:
             self.layers[0].slots.launch(hidden)
         for layer, probs, whole_map in zip(self.layers, probs_L, batch.map_L, strict=True):
             probs.requires_grad_("probs" in case.inputs)
-            arguments = (output, probs, batch.of_rank(whole_map, self.rank).to(case.device), training)
+            arguments = (output, probs, batch.of_rank(whole_map, self.rank).to(case.device))
             if case.recompute is None:
                 added = layer.forward(*arguments)
             else:
@@ -165,16 +166,16 @@ class CaseRun:
 
     def _evaluate(self, letter: str) -> None:
         batch, is_marked = self.draw(), self.case.driven and letter != "O"
-        before = self.runtime.begin_evaluation() if is_marked else None
         num_seen = [layer.slots.history.num_seen for layer in self.layers]
-        with torch.inference_mode() if self.rng.random() < 0.5 else torch.no_grad():
-            output, *_ = self.forward(batch, training=False)
-            self.result.compare(
-                "evaluation", output, batch.of_rank(self._reference(batch)[0].detach(), self.rank)
-            )
-        if before is not None:
-            self.runtime.end_evaluation(before)
-            assert letter == "e" or not any(layer.slots.local.load.counts_DE.any() for layer in self.layers)
+        with ExitStack() as around:
+            if is_marked:
+                around.enter_context(self.runtime.evaluation())
+            around.enter_context(torch.inference_mode() if self.rng.random() < 0.5 else torch.no_grad())
+            output, *_ = self.forward(batch)
+            wanted = batch.of_rank(self._reference(batch)[0].detach(), self.rank)
+            self.result.compare("evaluation", output, wanted)
+        if is_marked:
+            assert letter == "e" or not any(layer.slots.load.counts_DE.any() for layer in self.layers)
         assert [layer.slots.history.num_seen for layer in self.layers] == num_seen
 
     def _reference(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -22,10 +22,11 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.testing import run_ranks
+from tests.megatron_adapter.layer.small_config import moe_config
 from tests.support.training_preload import TRAINING_PRELOAD
 
 from .drawn_placements import DrawnPlacements
@@ -115,7 +116,7 @@ class RankLayer:
 
     def move(self, owner_E: np.ndarray) -> None:
         self.parameters = self._own(owner_E)
-        self.slots.lifecycle.own(owner_E, self.parameters, self._layout())
+        self.slots.own(owner_E, self.parameters, self._layout())
 
     def keep(self, strategy: DrawnPlacements, number: int) -> None:
         context = self.slots.context
@@ -123,7 +124,7 @@ class RankLayer:
         own = {e: p for e, p in self.parameters.items() if context.owner_E[e] == self.groups.device}
         replicas = {e: self.make(e) for e in placement.experts_on(self.groups.device) if e not in own}
         self.parameters = {**own, **replicas}
-        self.slots.lifecycle.keep(placement, replicas)
+        self.slots.keep(placement, replicas)
 
     def leave(self) -> None:
         """Take the Parameters' values away until :meth:`arrive`, which makes every early read visible."""
@@ -145,10 +146,10 @@ class RankLayer:
         self._pass, self._dispatcher = slot_pass, self._dispatchers[kind]
         self._dispatcher.splits = slot_pass.splits
 
-    def forward(self, hidden: Tensor, probs: Tensor, routing_map: Tensor, training: bool = True) -> Tensor:
+    def forward(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
         """The layer's forward pass, ``[T, M]``."""
         slots = self.slots
-        slots.prepare(routing_map, training=training)
+        slots.prepare(routing_map)
         dispatcher = self._dispatcher
         rows, row_probs = dispatcher.dispatch_preprocess(
             hidden.unsqueeze(1), *slots.remap(routing_map, probs)
@@ -182,18 +183,14 @@ def make_dispatcher(
 ) -> Any:
     """Megatron's all-to-all dispatcher for a number of slots of each device, or ours that knows the rows."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
 
     with warnings.catch_warnings(action="ignore"):  # about every library that is not installed
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=MODEL_DIM,
-            num_attention_heads=1,
-            num_moe_experts=num_slots * groups.num_devices,
-            moe_token_dispatcher_type="alltoall",
-            add_bias_linear=False,
+        config = moe_config(
+            groups.num_devices,
+            MODEL_DIM,
+            num_slots * groups.num_devices,
             moe_router_topk=case.top_k,
             moe_router_pre_softmax=True,
             moe_expert_capacity_factor=99.0 if case.routing == "dropped" else None,

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, override
+from typing import Any, cast, override
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,11 @@ from torch import Tensor
 _FREE, _ARRIVED = 0, 1  # Channels of flags: from the receiver of a put, and to it.
 
 
-class PeerMemory(Protocol):
-    """Memory of equal shapes, ``of_rank``, on all ranks of a group; its constructor is collective."""
+class SymmetricMemory:
+    """Memory of equal shapes, ``of_rank``, on all ranks of a group: CUDA devices that access each other.
 
-    of_rank: Sequence[Tensor]
-
-    def signal(self, peer: int, channel: int) -> None:
-        """Set the flag of a channel to a peer, once the peer has cleared it."""
-
-    def await_signal(self, peer: int, channel: int) -> None:
-        """Wait for the flag from a peer, and clear it."""
-
-
-class SymmetricMemory(PeerMemory):
-    """Memory of CUDA devices that access each other. What it does is in the order of the current stream."""
+    The constructor is collective. What the memory does is in the order of the current stream.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, shape: Sequence[int], timeout: timedelta, **kind: Any
@@ -56,20 +47,20 @@ class SymmetricMemory(PeerMemory):
         self.of_rank = [self._handle.get_buffer(rank, *of) for rank in range(group.size())]
         self._timeout_ms = int(timeout.total_seconds() * 1e3)
 
-    @override
     def signal(self, peer: int, channel: int) -> None:
+        """Set the flag of a channel to a peer, once the peer has cleared it."""
         self._handle.put_signal(peer, channel, self._timeout_ms)
 
-    @override
     def await_signal(self, peer: int, channel: int) -> None:
+        """Wait for the flag from a peer, and clear it."""
         self._handle.wait_signal(peer, channel, self._timeout_ms)
 
 
-class SharedMemory(PeerMemory):
+class SharedMemory(SymmetricMemory):
     """The same between CPU processes of one machine, by a file that all of them map. The thread waits."""
 
     def __init__(
-        self, group: dist.ProcessGroup, shape: Sequence[int], timeout: timedelta, *, dtype: torch.dtype
+        self, group: dist.ProcessGroup, shape: Sequence[int], timeout: timedelta, dtype: torch.dtype, **_: Any
     ) -> None:
         self._rank, size, self._timeout_s = group.rank(), group.size(), timeout.total_seconds()
         flags, memory = torch.Size((size, 2, size)), torch.Size((size, *shape))
@@ -109,7 +100,7 @@ class WeightPuts:
     """
 
     def __init__(
-        self, memory: PeerMemory, peers: Mapping[int, int], slot_of: Mapping[tuple[int, int], int]
+        self, memory: SymmetricMemory, peers: Mapping[int, int], slot_of: Mapping[tuple[int, int], int]
     ) -> None:
         self._memory, self.peers, self._slot_of = memory, peers, slot_of
 
@@ -135,3 +126,7 @@ class WeightPuts:
         """Wait for what these peers put in one step, before the next step."""
         for device in devices:
             self._memory.await_signal(self.peers[device], _ARRIVED)
+
+
+NO_PUTS = WeightPuts(cast(SymmetricMemory, None), {}, {})
+"""For transfers by messages alone."""

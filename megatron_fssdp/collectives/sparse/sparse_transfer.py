@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.messages import Posting, connect_pairs, post, wait_for
-from megatron_fssdp.collectives.sparse.peer_memory import WeightPuts
+from megatron_fssdp.collectives.sparse.peer_memory import NO_PUTS, WeightPuts
 from megatron_fssdp.collectives.sparse.transfer_cargo import (
     Arrivals,
     GatherCargo,
@@ -54,14 +54,9 @@ class Step(NamedTuple):
     receives: list[Message]
 
 
-def num_steps(plan: TransferPlan, num_chunks: int) -> int:
-    """Number of steps of a transfer, equal on all devices; some can be empty on a device."""
-    return num_chunks + plan.max_depth if num_chunks else 0
-
-
 def steps_of(plan: TransferPlan, device: int, num_chunks: int, *, is_gather: bool) -> list[Step]:
-    """The steps of a device in SparseAllGather, or in SparseReduceScatter."""
-    steps = [Step([], []) for _ in range(num_steps(plan, num_chunks))]
+    """The steps of a device in SparseAllGather, or in SparseReduceScatter: as many on all devices."""
+    steps = [Step([], []) for _ in range(num_chunks + plan.max_depth if num_chunks else 0)]
     incoming, outgoing = plan.edges_of(device)
     for edges, is_source in ((outgoing, True), (incoming, False)):
         for edge in edges:
@@ -120,9 +115,7 @@ class SparseTransfer:
         if self._on_cuda:
             connect_pairs(group, self.device)
 
-    def start_all_gather(
-        self, contents: Mapping[int, Parts], puts: WeightPuts | None = None
-    ) -> PendingTransfer:
+    def start_all_gather(self, contents: Mapping[int, Parts], puts: WeightPuts = NO_PUTS) -> PendingTransfer:
         """Start SparseAllGather from :attr:`shared_experts` into :attr:`received_experts`.
 
         ``contents`` has the contiguous tensors of these experts. Until the wait, the caller must not write to
@@ -149,8 +142,8 @@ class SparseTransfer:
         """
         dtype = dtype or self.dtype
         chunk_elements = self._chunk_elements(dtype, self.plan.most_sent)
-        words: dict[str, Any] = {"sizes": self.sizes, "dtype": dtype, "device": self.device}
-        cargo = ReductionCargo(partial, totals, self.elements, chunk_elements, **words)
+        kind = self.sizes, dtype, self.device
+        cargo = ReductionCargo(partial, totals, self.elements, chunk_elements, *kind)
         touched = [
             part for parts in (*partial.values(), *totals.values()) for part in parts if not part.is_meta
         ]
@@ -162,7 +155,7 @@ class SparseTransfer:
         chunk_elements: int,
         dtype: torch.dtype,
         touched: Iterable[Tensor],
-        puts: WeightPuts | None = None,
+        puts: WeightPuts = NO_PUTS,
     ) -> PendingTransfer:
         num_chunks = -(-len(self.elements) // chunk_elements)
         is_idle = not num_chunks or not (self.received_experts or self.shared_experts)
@@ -176,21 +169,19 @@ class SparseTransfer:
         if not self._on_cuda:
             return thread_lane(self.group).submit(steps, timer)
         at_once = self.plan.max_depth + 1 if self._one_queue else None
-        lane = stream_lane(self.group, self.device)
-        return lane.submit(steps, timer, num_steps(self.plan, num_chunks), at_once, touched)
+        return stream_lane(self.group, self.device).submit(steps, timer, at_once, touched)
 
-    def _steps(self, cargo: GatherCargo, num_chunks: int, puts: WeightPuts | None) -> Steps:
+    def _steps(self, cargo: GatherCargo, num_chunks: int, puts: WeightPuts) -> Steps:
         """Post the steps in order, and wait only for what the next messages to pass on need."""
-        operation = "SparseAllGather" if cargo.is_gather else "SparseReduceScatter"
+        operation, tag = ("SparseAllGather", 0) if cargo.is_gather else ("SparseReduceScatter", 1)
         # Experts whose messages a device has to receive before it sends its own.
         passed_on = self._passed_on if cargo.is_gather else set(self.received_experts)
         with naming_failures(f"{operation} of {self._what}"):
             steps = steps_of(self.plan, self.rank, num_chunks, is_gather=cargo.is_gather)
             ended = dict[int, None]()
-            if puts is not None:
-                incoming, leaving = self.plan.edges_of(self.rank)
-                puts.open({edge.source for edge in incoming}, {edge.destination for edge in leaving})
-            in_turn = self._on_cuda or puts is not None
+            incoming, leaving = self.plan.edges_of(self.rank)
+            puts.open({edge.source for edge in incoming}, {edge.destination for edge in leaving})
+            in_turn = self._on_cuda or puts is not NO_PUTS
             # Steps by which a receive is posted early, and for which a send can stay open. Gloo's sender
             # waits for the receiver, so early receives hide a round trip for each message.
             lookahead = 0 if in_turn else 4
@@ -201,9 +192,8 @@ class SparseTransfer:
                 before = arriving.popleft() if len(arriving) > lookahead else []
                 # What is sent on comes first. On CUDA, the memory of all serves the next step.
                 first = before if in_turn else before[:1]
-                if puts is not None:
-                    puts.await_step(ended)
-                    ended = dict.fromkeys(message.peer for message in receives if message.peer in puts.peers)
+                puts.await_step(ended)
+                ended = dict.fromkeys(message.peer for message in receives if message.peer in puts.peers)
                 for arrived in first:
                     cargo.settle(arrived)
                 both = [
@@ -215,29 +205,29 @@ class SparseTransfer:
                 arriving.append(both)
                 sends = steps[t].sends if 0 <= t < len(steps) else []
                 outgoing = cargo.outgoing(sends)
-                tag = not cargo.is_gather
-                postings = list[tuple[Posting, list[dist.Work]]]()
+                postings, works_of, sent = list[Posting](), list[list[dist.Work]](), list[dist.Work]()
                 for message in receives:
                     arrived = both[message.expert not in passed_on]
-                    pieces = [] if message.peer in ended else arrived.pieces[message]
-                    postings += self._postings(True, message, pieces, tag, arrived.works)
-                sent = list[dist.Work]()
+                    for piece in [] if message.peer in ended else arrived.pieces[message]:
+                        postings.append(Posting(True, piece, message.peer, 2 * message.expert + tag))
+                        works_of.append(arrived.works)
                 copied: dict[int, list[tuple[Tensor, Tensor]]] = {}
                 for message, pieces in zip(sends, outgoing, strict=True):
-                    if puts is not None and message.peer in puts.peers:
+                    if message.peer in puts.peers:
                         slot = puts.slot(message.peer, message.expert).split(list(self.sizes))
                         pairs = copied.setdefault(message.peer, [])
                         pairs += zip(cargo.cut(slot, message.chunk), pieces, strict=True)
                         continue
-                    postings += self._postings(False, message, pieces, tag, sent)
-                posted = post([posting for posting, _ in postings], self.group, in_batch=self._on_cuda)
-                for (_, works), work in zip(postings, posted, strict=True):
+                    for piece in pieces:
+                        postings.append(Posting(False, piece, message.peer, 2 * message.expert + tag))
+                        works_of.append(sent)
+                posted = post(postings, self.group, in_batch=self._on_cuda)
+                for works, work in zip(works_of, posted, strict=True):
                     works.append(work)
-                if puts is not None:
-                    puts.put(copied)
+                puts.put(copied)
                 open_sends.append((sent, outgoing))
                 if 0 <= t < len(steps):
-                    yield
+                    yield t + 1 < len(steps)
                 # What follows waits on the transfer's stream for the step that was posted before this one.
                 if len(open_sends) > lookahead + 1:
                     wait_for(open_sends.popleft()[0])
@@ -245,14 +235,6 @@ class SparseTransfer:
                     cargo.settle(arrived)
             for works, _ in open_sends:
                 wait_for(works)
-
-    @staticmethod
-    def _postings(
-        receives: bool, message: Message, pieces: Sequence[Tensor], tag: int, works: list[dist.Work]
-    ) -> list[tuple[Posting, list[dist.Work]]]:
-        """The pieces of a message, and where their works belong."""
-        number = 2 * message.expert + tag
-        return [(Posting(receives, piece, message.peer, number), works) for piece in pieces]
 
     def _chunk_elements(self, dtype: torch.dtype, num_received: int = 0) -> int:
         num_bytes, hops = len(self.elements) * dtype.itemsize, self.plan.max_depth + 1

@@ -63,8 +63,15 @@ class GatherCargo:
         return self._elements[number * self._chunk_elements : (number + 1) * self._chunk_elements]
 
     def cut(self, parts: Parts, chunk: int) -> list[Tensor]:
-        """The pieces of a chunk of an expert that consists of these parts."""
-        return _cut(parts, self._chunk(chunk))
+        """The parts of an expert that are in a chunk, cut where it begins and ends."""
+        elements, pieces, begin = self._chunk(chunk), [], 0
+        for part in parts:
+            size = part.numel()
+            first, last = max(elements.start - begin, 0), min(elements.stop - begin, size)
+            if first < last:
+                pieces.append(part if last - first == size else part[first:last])
+            begin += size
+        return pieces
 
     def _pieces(self, expert: int, chunk: int) -> list[Tensor]:
         return self.cut(self._contents[expert], chunk)
@@ -78,14 +85,10 @@ class ReductionCargo(GatherCargo):
     are added in fp32, and rounded when a device passes its sum on. All messages of a step are added together,
     because the number of kernels would otherwise grow with the number of experts.
 
-    Args:
-        partial: This device's own parts of every expert whose sum it passes on, which are not changed.
-        totals: Tensors, to which the sums are added, of every expert whose sum ends here. They can have other
-            borders than the parts. Those on the device ``meta`` drop their sums.
-        elements: Elements that travel, and ``chunk_elements`` those of a chunk.
-        sizes: Number of elements of each part.
-        dtype: Data type of messages.
-        device: Device of all tensors.
+    ``partial`` has this device's own parts, of ``sizes`` elements, of every expert whose sum it passes on,
+    which are not changed. ``totals`` has the tensors, to which the sums are added, of every expert whose sum
+    ends here. They can have other borders than the parts. Those on the device ``meta`` drop their sums.
+    ``dtype`` is that of messages.
     """
 
     is_gather = False
@@ -96,7 +99,6 @@ class ReductionCargo(GatherCargo):
         totals: Mapping[int, Parts],
         elements: range,
         chunk_elements: int,
-        *,
         sizes: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
@@ -174,18 +176,6 @@ class ReductionCargo(GatherCargo):
     def _padded(self, num_elements: int) -> int:
         step = ALIGNMENT_BYTES // self._dtype.itemsize
         return -(-num_elements // step) * step
-
-
-def _cut(parts: Parts, elements: range) -> list[Tensor]:
-    """The parts of some of the elements, cut where they begin and end."""
-    pieces, begin = [], 0
-    for part in parts:
-        size = part.numel()
-        first, last = max(elements.start - begin, 0), min(elements.stop - begin, size)
-        if first < last:
-            pieces.append(part if last - first == size else part[first:last])
-        begin += size
-    return pieces
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

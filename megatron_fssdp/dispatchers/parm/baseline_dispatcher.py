@@ -28,12 +28,11 @@ class BaselineDispatcher(MoEAlltoAllTokenDispatcher):
     numbers of tokens of the ranks. The arguments are those of Megatron's dispatchers, over slots.
     """
 
-    def __init__(
-        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any
-    ) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        *slots, config, pg_collection = arguments
         self._parts = pg_collection.expt_tp
         whole = SimpleNamespace(ep=pg_collection.ep, expt_tp=None, tp_ep=pg_collection.ep)
-        super().__init__(num_local_experts, local_expert_indices, config, whole)
+        super().__init__(*slots, config, whole)
         # Experts sum the gradients of all copies of a token. The gradient is divided by the number of copies
         # where it enters the backward pass, and multiplied again where it leaves it.
         self._copies = 1 if config.sequence_parallel else pg_collection.tp.size()

@@ -35,9 +35,7 @@ class S1Dispatcher(MoEAlltoAllTokenDispatcher):
     The host waits where it does there. The arguments are those of Megatron's dispatchers, over slots.
     """
 
-    def __init__(
-        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any
-    ) -> None:
+    def __init__(self, num_local_experts: int, _: list[int], config: Any, pg_collection: Any) -> None:
         self._num_devices, self._num_parts = pg_collection.ep.size(), pg_collection.expt_tp.size()
         ranks = pg_collection.tp_ep
         wide = copy(config)
@@ -78,15 +76,11 @@ class S2Dispatcher(S1Dispatcher):
     all-to-all, as in Megatron's dispatcher. Building the object is collective over the tensor-parallel ranks.
     """
 
-    def __init__(
-        self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any
-    ) -> None:
-        dropping = copy(config)
-        dropping.moe_pad_expert_input_to_capacity = False  # A rank's share of an expert's rows varies.
-        super().__init__(num_local_experts, local_expert_indices, dropping, pg_collection)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.simultaneous = True  # Results are passed on slice by slice (SAA), not after all have arrived.
-        self._pg, self._peers = pg_collection, pg_collection.tp
-        self._device_Y = devices_of_peers(pg_collection)
+        self._pg = arguments[-1]
+        self._peers, self._device_Y = self._pg.tp, devices_of_peers(self._pg)
         self._place_TW = torch.empty(0)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:

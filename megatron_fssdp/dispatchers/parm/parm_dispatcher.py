@@ -43,21 +43,12 @@ class ParmDispatcher(MoETokenDispatcher):
     the number of slots of all devices. Layers with the same groups share the selector.
     """
 
-    def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: list[int],
-        config: Any,
-        pg_collection: Any,
-        *,
-        selector: ScheduleSelector,
-    ) -> None:
+    def __init__(self, *arguments: Any, selector: ScheduleSelector) -> None:
+        self.num_local_experts, self.local_expert_indices, config, pg_collection = arguments
         super().__init__(config=config, pg_collection=pg_collection)
         self.owners_only = True  # No expert is in several slots; the caller keeps this up to date.
-        self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
         self.decision: Any = None  # for the present forward pass, or for the last one
-        self._arguments = num_local_experts, local_expert_indices, config, pg_collection
-        self._selector, self._peers = selector, pg_collection.tp
+        self._arguments, self._selector, self._peers = arguments, selector, pg_collection.tp
         self._are_equal = have_equal_tokens(config, pg_collection)
         self._dispatchers: dict[Schedule, Any] = {}
         self._current: Any = None

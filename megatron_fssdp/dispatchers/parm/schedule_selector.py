@@ -154,11 +154,10 @@ def measured_costs(layer: ScheduledLayer, like: Tensor, pg: Any, simultaneous: b
     most = layer.num_rows / layer.n_mp / pg.ep.size()
     sizes = [max(1, round(most * share)) for share in _SHARES]
     calls = [_calls(size, like, pg, not layer.is_split, simultaneous=simultaneous) for size in sizes]
-    seconds = [
-        slowest_medians_s([call for _, call in of_size.values()], pg.tp_dp_cp, like.device, _NUM_REPETITIONS)
-        for of_size in calls
-    ]
-    times = {name: [*of_sizes] for name, of_sizes in zip(calls[0], zip(*seconds, strict=True), strict=True)}
+    times = {}
+    for name in calls[0]:
+        of_sizes = [found[name][1] for found in calls]
+        times[name] = slowest_medians_s(of_sizes, pg.tp_dp_cp, like.device, _NUM_REPETITIONS)
     costs: dict[tuple[Kind, Group], LinkCost] = {}
     for name, taken in times.items():
         if name[0] == "overlapped_all_to_all":

@@ -38,7 +38,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
-from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
+from megatron_fssdp.runtime.layers.strategy_selector import select_strategies
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.auto.selection_report import SelectionReport
@@ -69,7 +69,6 @@ class IterationDriver:
         self._began_s = 0.0
         self._number = 0
         self._versions = session.slots.versions()  # after the last step, move, or write that is known
-        self._selector: StrategySelector | None = None
         self._residents: ResidentExperts | None = None
         self._told_exchange: set[int] = set()
         layers, strategy = self.runtime.layers, session.strategy
@@ -86,12 +85,10 @@ class IterationDriver:
         if strategy.moves_owners:
             owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
             session.slots.resharding = ExpertResharding(owned, devices, copies, model.chunks, optimizer)
-        if selecting(strategy) and session.slots.layers:
-            self._selector = StrategySelector(strategy, self._groups_of_owners, self._device)
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
-                layer.lifecycle.stopwatch = LayerStopwatch()
+                layer.stopwatch = LayerStopwatch()
         else:  # Until costs are measured, there are no limits, and no replicas.
             report_memory(session, self._host, self.held)
 
@@ -104,24 +101,19 @@ class IterationDriver:
             parallel_state.get_expert_data_parallel_group(),
         ]
 
-    @property
-    def _device(self) -> torch.device:
-        # After a re-shard, this rank may own no expert of a layer, but it owns experts of some layer.
-        layers = self.runtime.layers
-        return next(ps[0].device for layer in layers for ps in layer.experts.parameters.values())
-
     def prepare(self, iteration: int, num_micro_batches: int) -> None:
         """Prepare the iteration after ``iteration`` complete ones, before its first forward pass."""
         session = self._session
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
-        elif self.runtime.layers and self.runtime.layers[0].lifecycle.stopwatch is not None:
+        elif self.runtime.layers and self.runtime.layers[0].stopwatch is not None:
             self._profile(num_micro_batches)
             self.runtime.drop_plans()
         self.selection = None
-        if self._selector is not None:
+        layers, strategy = session.slots.layers, session.strategy
+        if layers and layers[0].context.num_devices > 1 and selecting(strategy):
             # Layers of multi-token prediction keep their strategy.
-            self.selection = self._selector.select(session.slots.layers, iteration)
+            self.selection = select_strategies(strategy, self._groups_of_owners, layers, iteration)
         if self.selection is not None:
             self.runtime.drop_plans()
             if reports_for_stage():
@@ -210,7 +202,7 @@ class IterationDriver:
             seconds = time.perf_counter() - self._began_s
             is_logged = self._number % (self._host.log_interval or 1) == 0
             self.balance.note(self._number, self.runtime.layers, plans, loads, seconds, is_logged=is_logged)
-        if any(layer.lifecycle.stopwatch is not None for layer in self.runtime.layers):
+        if any(layer.stopwatch is not None for layer in self.runtime.layers):
             num_bytes = self._replicas_bytes(plans, loads)
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, num_bytes)
         return loads
@@ -255,7 +247,6 @@ class IterationDriver:
             owned_bytes=optimizer.owned_bytes(layout.numel, layout.dtype.itemsize, copies.size()),
             num_micro_batches=max(num_micro_batches, 1),
             held=self.held,
-            device=self._device,
             choices=TokenChoices(self._host.moe_router_topk, is_fused=is_fused),
             deduplicated=self._session.strategy.travel.exchange == "deduplicated",
         )
@@ -297,13 +288,14 @@ class IterationDriver:
         # Expert-parallel groups with copies of the same experts must decide alike. All their loads count, and
         # they plan with the topology of the first one.
         copies, layers = parallel_state.get_expert_data_parallel_group(), self._session.slots.layers
-        total = torch.from_numpy(np.stack([layer.history.total_DE() for layer in layers])).to(self._device)
+        device = layers[0].experts.device
+        total = torch.from_numpy(np.stack([layer.history.total_DE() for layer in layers])).to(device)
         dist.all_reduce(total, group=copies)
-        nodes = torch.tensor(layers[0].context.topology.node_of_device, device=self._device)
+        nodes = torch.tensor(layers[0].context.topology.node_of_device, device=device)
         dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
         topology = Topology(tuple(nodes.tolist()))
         # A group that ran no micro-batches in an iteration knows fewer of them.
-        num_known = torch.tensor(len(layers[0].history), device=self._device)
+        num_known = torch.tensor(len(layers[0].history), device=device)
         dist.all_reduce(num_known, group=copies)
         contexts = [replace(layer.context, topology=topology) for layer in layers]
         return StageLoads(contexts, total.cpu().numpy(), max(int(num_known), 1))

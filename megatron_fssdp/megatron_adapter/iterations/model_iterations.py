@@ -162,11 +162,8 @@ class ModelIterations(HostModel):
             return
         if self.driver is not None:
             self.driver.check_weights()
-        before = self.session.runtime.begin_evaluation()
-        try:
+        with self.session.runtime.evaluation():
             yield
-        finally:
-            self.session.runtime.end_evaluation(before)
 
     def finish_gradients(self) -> None:
         """Bring the gradients of replicas home, before anybody reads or changes gradients. Collective."""

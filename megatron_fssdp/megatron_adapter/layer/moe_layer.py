@@ -31,7 +31,7 @@ from megatron_fssdp.megatron_adapter.support.limits import slot_multiple
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
@@ -145,11 +145,11 @@ class StrategyMoELayer(MoELayer):
             layer.prepare_capture(training=self.training)
         else:
             layer.mark(hidden_states, "dispatch", "other")
-            layer.prepare(routing_map, training=True)  # unless the clock says that it is an evaluation
+            layer.prepare(routing_map)
         if self._dispatchers.divides_tokens:
             hidden_states = self._dispatchers.own_tokens(hidden_states)
-        if routing_map is not None:  # Otherwise, a CUDA graph has done this and what Megatron's method does.
-            routing_map, probs = layer.remap(routing_map, probs)
+        # If the map is None, a CUDA graph has done this and what Megatron's method does.
+        routing_map, probs = layer.remap(routing_map, probs)
         return super().preprocess(hidden_states, probs, routing_map)
 
     def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
@@ -163,7 +163,7 @@ class StrategyMoELayer(MoELayer):
     ) -> tuple[torch.Tensor, None]:
         layer, self._has_computed = self.slot_layer, True
         in_steps = getattr(self.token_dispatcher, "compute_in_steps", None)
-        late = layer.await_weights(rows, in_steps=in_steps is not None)
+        late = layer.await_weights(rows)
         if in_steps is None:
             output, _ = self._slot_experts.compute(rows, tokens_per_expert, probs, **buffers)
         else:
@@ -217,7 +217,7 @@ def install_beginnings(chunk: torch.nn.Module) -> None:
 
 def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     slots = moe.slot_layer
-    slots.local.is_first = first
+    slots.is_first = first
 
     def begun(method: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

@@ -18,7 +18,7 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySessi
 from megatron_fssdp.megatron_adapter.support.limits import check_slots, keeps_flex
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 
 
 class SlotDispatchers:
@@ -97,11 +97,11 @@ class SlotDispatchers:
         The input is ``[sequence, batch, M]``, the mask of padding tokens ``[sequence, batch]``.
         """
         slot_layer = self._layer.slot_layer
-        slot_layer.plan_iteration()
+        slot_layer.passes.plan_iteration()
         self._whole_tokens = hidden_states
         self._begun = dispatcher = self._layer.token_dispatcher
         self._own_tokens, *routed = self._gate.route(dispatcher, hidden_states, padding_mask)
-        load, decision = slot_layer.local.load, dispatcher.decision
+        load, decision = slot_layer.load, dispatcher.decision
         load.schedule, load.schedule_predicted_s = decision.schedule, dict(decision.predicted_s)
         sees_all = decision.schedule in ("s2", "baseline")
         slot_layer.counts.num_counting = self._pg_collection.tp.size() if sees_all else 1

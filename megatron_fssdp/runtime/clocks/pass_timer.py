@@ -71,11 +71,11 @@ class PassTimer:
         # Of the last measured iteration, by the identity of their total.
         self._dispatches: dict[int, list[tuple[Moment, Moment]]] = {}
 
-    def start(self) -> None:
+    def start(self, *, is_cuda: bool = False) -> None:
         """Begin to measure an iteration; what was measured since the last start is dropped."""
         self._marks.clear()
         self._dispatches.clear()
-        self.is_running = self.is_usable
+        self.is_running, self._is_cuda = self.is_usable, is_cuda
 
     def stop(self) -> None:
         """End the iteration, and add the seconds of every part to its layer; on CUDA, the host waits."""
@@ -97,13 +97,11 @@ class PassTimer:
         total.dispatch_s -= beside_s
         return beside_s
 
-    def enter(self, total: PassSeconds | None, part: Part | None, is_cuda: bool | None = None) -> None:
+    def enter(self, total: PassSeconds | None, part: Part | None) -> None:
         """Mark that a part begins now, whose seconds are added to ``total``, and that the last one ends.
 
-        Both are ``None`` outside of all parts. ``is_cuda`` is ``None`` on the device of the last part.
+        Both are ``None`` outside of all parts.
         """
-        if is_cuda is not None:
-            self._is_cuda = is_cuda
         self._marks.append((total, part, now(self._is_cuda)))
 
     def border(
@@ -115,21 +113,17 @@ class PassTimer:
     ) -> None:
         """Mark a border between two parts of a layer, in this pass and in the backward pass to come.
 
-        The timer must be running. A forward pass that is recomputed counts as a part of the backward pass,
-        which reaches the border when the gradient of ``tensor`` is complete.
-
-        Args:
-            seconds: Seconds of the layer's forward and of its backward passes.
-            tensor: A tensor of the pass, any shape.
-            forward: Part that begins now; ``None`` if the layer ends here.
-            backward: Part that begins there in the backward pass; ``None`` if the layer ends there.
+        The parts ``forward`` and ``backward`` begin there, or the layer ends if they are ``None``. Its
+        ``seconds`` are those of forward and of backward passes. The timer must be running. A forward pass
+        that is recomputed counts as a part of the backward pass, which reaches the border when the gradient
+        of ``tensor`` is complete.
         """
 
-        def enter_backward(gradient: torch.Tensor) -> None:
+        def enter_backward(_: torch.Tensor) -> None:
             if self.is_running:
-                self.enter(seconds[1], backward, gradient.is_cuda)
+                self.enter(seconds[1], backward)
 
-        self.enter(seconds[in_backward()], forward, tensor.is_cuda)
+        self.enter(seconds[in_backward()], forward)
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor.register_hook(enter_backward)
 

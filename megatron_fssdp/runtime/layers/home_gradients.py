@@ -10,13 +10,16 @@ comes after the sums have left, they are opened again, and leave again before DD
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
 
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
+from megatron_fssdp.runtime.slots.autograd_points import call_in_backward
 from megatron_fssdp.runtime.slots.gradient_totals import gradient_to_fill, sum_over_holders
-from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 
 
 class HomeGradients:
@@ -69,18 +72,17 @@ class HomeGradients:
             return announced * passes // micro_batches  # A layer may run several times in a micro-batch.
         return announced or passes
 
-    def experts_begin_backward(self, slot_pass: SlotPass, settled: "HomeGradients | None") -> None:
-        """Provide the weights that the experts' backward pass needs, and the memory for its gradients.
+    def at_dispatch(self, slot_pass: SlotPass, hidden: torch.Tensor) -> torch.Tensor:
+        """Mark, where the dispatch begins, the end of its backward pass; a pass goes on with the result."""
+        slot_pass.has_backward = torch.is_grad_enabled()
+        return call_in_backward(partial(self._dispatch_is_over, slot_pass), hidden)
 
-        Before, those of the next layer that have travelled since its backward pass are ``settled``.
+    def experts_begin_backward(self, slot_pass: SlotPass) -> None:
+        """Provide the weights that the experts' backward pass needs, and the memory for its gradients.
 
         Raises:
             RuntimeError: DDP has reduced the gradients already, or the pass belongs to dropped gradients.
         """
-        if settled is not None:
-            settled.settle()
-        if not slot_pass.is_late:
-            return
         is_stale = slot_pass.is_shared and slot_pass.has_gradients and slot_pass is not self._passes.shared
         if self._is_reduced or slot_pass.is_dropped or is_stale:
             when = "reduced gradients" if self._is_reduced else "set gradients to zero or ended the iteration"
@@ -94,7 +96,7 @@ class HomeGradients:
         if not slot_pass.plan.resident and (resident := self._local.context.resident) is not None:
             self.passes_residents |= resident.num_replicas > 0
         self.is_home = False
-        if slot_pass.is_shared and slot_pass.has_gradients and not slot_pass.plan.rematerialize:
+        if slot_pass.sums_passes:
             self._reopen_residents()
             self._has_sums = True
         self._end_those_over()  # Their gradients have travelled since the last backward pass of this layer.
@@ -102,10 +104,10 @@ class HomeGradients:
             slot_pass.transfers.begin_use(backward=True)
             slot_pass.transfers.await_weights()
             slot_pass.transfers.open_sums()
-        if slot_pass.is_shared and not slot_pass.ends_at_dispatch:
-            self.dispatch_is_over(slot_pass)  # Nothing leaves, and who asks does so after the experts.
+        if not slot_pass.ends_at_dispatch:
+            self._dispatch_is_over(slot_pass)  # Nothing leaves, and who asks does so after the experts.
 
-    def dispatch_is_over(self, slot_pass: SlotPass) -> None:
+    def _dispatch_is_over(self, slot_pass: SlotPass) -> None:
         """Mark that the dispatch of a pass has run backward."""
         self._over.append(slot_pass)
         self._num_computed += not self._local.context.delays_gradients
@@ -141,20 +143,25 @@ class HomeGradients:
             shared.transfers.settle_gathers()
         if self.is_home:
             return
-        if shared is not None and shared.plan.resident:
-            if self._has_sums:
-                self._sum_residents(shared)
+        if shared is not None and self._has_sums:
+            self._send_sums(shared)
+        if self._resident_sums is not None:
             with self._local.timer.waiting():
-                for _ in self._resident_sums or ():
+                for _ in self._resident_sums:
                     pass
-        elif shared is not None and shared.transfers is not None:
-            if self._has_sums:
-                self._reduce_iteration(shared.transfers)
+        if shared is not None and shared.transfers is not None:
             shared.transfers.settle()
         self._end_those_over()  # Others wait for their backward passes.
         self._are_home()
 
-    def end_own(self, own: SlotPass) -> None:
+    def end_forward(self, slot_pass: SlotPass) -> None:
+        """End the use of the weights by a forward pass, and a pass without a backward pass altogether."""
+        if slot_pass.transfers is not None:
+            slot_pass.transfers.end_use()
+        if not slot_pass.is_shared and not slot_pass.has_backward:
+            self._end_own(slot_pass)
+
+    def _end_own(self, own: SlotPass) -> None:
         """Give back the slots of a pass of one micro-batch, after its gradients are home."""
         if own.transfers is not None:
             own.transfers.settle()
@@ -162,7 +169,7 @@ class HomeGradients:
 
     def _end_those_over(self) -> None:
         for own in [own for own in self._passes.own if own.is_over]:
-            self.end_own(own)
+            self._end_own(own)
 
     def _go_on(self) -> None:
         while self._num_computed and self._over:
@@ -172,39 +179,38 @@ class HomeGradients:
     def _complete(self, slot_pass: SlotPass) -> None:
         self._num_complete += 1
         self._num_summed += 1
-        is_last = self._num_complete == self._num_expected
-        if slot_pass.transfers is None:
-            if slot_pass.plan.resident and is_last:
-                self._sum_residents(slot_pass)
+        transfers, plan = slot_pass.transfers, slot_pass.plan
+        if transfers is not None:
+            transfers.end_use()
+            transfers.add_gradients()
+        if slot_pass.sums_passes:
+            if self._num_complete == self._num_expected:
+                self._send_sums(slot_pass)
+                if transfers is not None and not plan.gather_ahead:
+                    transfers.settle()
+        elif transfers is not None:
+            # One micro-batch's gradients travel in the data type of the weights, which is what a backward
+            # pass computes.
+            transfers.reduce(transfers.slots.layout.dtype)
+            slot_pass.is_over = True
             if not slot_pass.is_shared:
-                self.end_own(slot_pass)
-        else:
-            slot_pass.transfers.end_use()
-            slot_pass.transfers.add_gradients()
-            if slot_pass.is_shared and not slot_pass.plan.rematerialize:
-                if is_last:
-                    self._reduce_iteration(slot_pass.transfers)
-                    if not slot_pass.plan.gather_ahead:
-                        slot_pass.transfers.settle()
-            else:
-                # One micro-batch's gradients travel in the data type of the weights, which is what a backward
-                # pass computes.
-                slot_pass.transfers.reduce(slot_pass.transfers.slots.layout.dtype)
-                slot_pass.is_over = True
-                if not slot_pass.is_shared:
-                    slot_pass.transfers.release()
-                if not slot_pass.plan.gather_ahead:
-                    self.settle(with_iteration=slot_pass.is_shared)
+                transfers.release()
+            if not plan.gather_ahead:
+                self.settle(with_iteration=slot_pass.is_shared)
+        elif not slot_pass.is_shared:
+            self._end_own(slot_pass)
         self._passes.prefetch_before()
 
-    def _sum_residents(self, shared: SlotPass) -> None:
-        self._has_sums = False
-        if self._resident_sums is None:
-            experts, layout = self._local.experts, self._local.experts.layout()
-            experts.await_gradients()
-            dtype = accumulation_dtype(layout.dtype)
+    def _send_sums(self, shared: SlotPass) -> None:
+        """Let the sums of the iteration begin their way home."""
+        layout, is_summed = self._local.experts.layout(), shared.plan.life.sums_gradients(self._num_summed)
+        dtype, self._has_sums, self._num_summed = accumulation_dtype(layout.dtype), False, 0
+        if shared.transfers is not None:
+            shared.transfers.reduce(dtype if is_summed else layout.dtype)
+        elif self._resident_sums is None:
+            self._local.experts.await_gradients()
             transfer = self._local.bind(shared.plan.transfer, layout.sizes, dtype)
-            self._resident_sums = sum_over_holders(transfer, experts.all_parameters)
+            self._resident_sums = sum_over_holders(transfer, self._local.experts.all_parameters)
             next(self._resident_sums)
 
     def _drop_resident_sums(self) -> None:
@@ -222,12 +228,6 @@ class HomeGradients:
             for parameter in experts.residents[expert]:
                 if (gradient := gradient_to_fill(parameter)) is not None:
                     gradient.zero_()
-
-    def _reduce_iteration(self, transfers: ReplicaTransfers) -> None:
-        dtype = transfers.slots.layout.dtype
-        is_summed = transfers.plan.life.sums_gradients(self._num_summed)
-        self._has_sums, self._num_summed = False, 0
-        transfers.reduce(accumulation_dtype(dtype) if is_summed else dtype)
 
     def _are_home(self) -> None:
         if not self.is_home:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
 from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.runtime.layers.pass_binder import PassBinder
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import PassBinder, SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 
 class LayerPasses:
@@ -24,7 +24,7 @@ class LayerPasses:
     micro-batch by strategies that ask for it. All micro-batches and recomputed forward passes use its pass
     ``shared``, unless a plan is made for each micro-batch. ``on_pass`` is called when a pass comes into use:
     the caller binds its dispatcher and its experts to the slots. ``before`` are the passes of the MoE layer
-    before this one on this rank.
+    before this one on this rank. Passes outside of iterations have a binder of their own.
     """
 
     def __init__(
@@ -32,11 +32,12 @@ class LayerPasses:
         local: LocalLayer,
         planner: LayerPlanner,
         binder: PassBinder,
+        binder_outside: PassBinder,
         before: "LayerPasses | None",
         on_pass: Callable[[SlotPass], object],
     ) -> None:
         self.local, self._planner, self._binder = local, planner, binder
-        self._before, self.on_pass = before, on_pass
+        self._binder_outside, self._before, self.on_pass = binder_outside, before, on_pass
         self.shared: SlotPass | None = None  # of the iteration, once it is planned
         self.own: list[SlotPass] = []  # of single micro-batches, whose gradients are not home
         self.in_use: SlotPass  # of the running forward pass, from :meth:`choose` on
@@ -44,7 +45,6 @@ class LayerPasses:
         self.is_settled = False
         self.is_alone = local.context.num_devices == 1
         self._is_bound, self._may_correct, self._lacks_parameters = False, True, True
-        self._outside: tuple[LayerContext, SlotPass] | None = None
         self._warm = set[bool]()  # forms of a captured pass, counted or not, whose kernels are loaded
 
     @property
@@ -55,7 +55,7 @@ class LayerPasses:
     def plan_iteration(self, *, is_captured: bool = False) -> SlotPass:
         """The pass of the running iteration. Its plan is made, if it does not exist."""
         if self.shared is None:
-            plan = self._planner.plan_iteration(is_captured=is_captured)
+            plan = self._planner.plan_iteration(self.local, is_captured=is_captured)
             self.shared = self._binder.for_iteration(plan)
             self.use(self.shared)
         return self.shared
@@ -104,22 +104,25 @@ class LayerPasses:
         # order. In steps, the gradients of an owned expert arrive in several parts.
         has_more = slot_pass.has_gradients or (plan.in_steps and not self.is_alone)
         slot_pass.is_late = has_more or local.strategy.may_replicate(local.context.layer)
-        slot_pass.ends_at_dispatch = slot_pass.is_late and (has_more or local.context.delays_gradients)
+        ends_late = slot_pass.is_late and (has_more or local.context.delays_gradients)
+        slot_pass.ends_at_dispatch = ends_late or not slot_pass.is_shared
         self.is_settled = slot_pass is self.shared and not (plan.each_micro_batch or plan.corrects)
         self.in_use, self._is_bound = slot_pass, True
         self.on_pass(slot_pass)
 
     def gather_ahead(self, *, first_part: bool = False) -> None:
-        """Start to gather the weights of the iteration's replicas for a forward pass.
+        """Plan the iteration, and start to gather the weights of its replicas for a forward pass.
 
         If transfers are split, ``first_part`` runs beside the experts of the layer before.
         """
+        transfers = self.plan_iteration().transfers
         self._await_parameters()
-        transfers = None if self.shared is None else self.shared.transfers
-        if transfers is not None and first_part:
-            transfers.gather_first_part()
-        elif transfers is not None and transfers.plan.gather_ahead:
+        if transfers is None or self.local.groups.transfers is None:
+            return
+        if not first_part and transfers.plan.gather_ahead:
             transfers.prefetch(backward=False)
+        elif first_part and transfers.plan.is_split and not self.local.is_first:
+            transfers.gather_first_part()
 
     def prefetch_before(self) -> None:
         """Gather the weights of the layer before again, beside the compute between the layers."""
@@ -149,7 +152,7 @@ class LayerPasses:
     def forget(self) -> None:
         """Forget the plan of the iteration."""
         self.shared, self.is_settled, self._is_bound = None, False, False
-        self._planner.planned = None
+        self._planner.forget(self.local)
 
     def _outside_pass(self, routing_map: torch.Tensor | None) -> SlotPass:
         if routing_map is None:
@@ -158,35 +161,33 @@ class LayerPasses:
                 "whose routing a CUDA graph made, wanted one by Megatron's schedule between two iterations; "
                 "run it by get_forward_backward_func()"
             )
-        context = self.local.context
-        if self._outside is None or self._outside[0] is not context:
-            self._outside = context, self._binder.for_iteration(context.owners_only, is_kept=False)
-        return self._outside[1]
+        return self._binder_outside.for_iteration(self.local.context.owners_only)
+
+    def _host_counts(self, routing_map: torch.Tensor) -> np.ndarray:
+        """Counts of a micro-batch, bool ``[T, E]``, on all devices, int64 ``[D, E]``; the host waits."""
+        groups = self.local.groups
+        counts = start_counts(routing_map.sum(0), groups.expert_parallel, groups.expert_tensor_parallel)
+        counts_DE: np.ndarray = counts.wait().numpy().sum(axis=0)
+        return counts_DE
 
     def _own_pass(self, routing_map: torch.Tensor, shared: SlotPass) -> SlotPass:
         self._await_parameters()
-        counts_DE = self._planner.host_counts(routing_map)
-        # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots.
-        own = self._to_recompute(counts_DE) if in_backward() else None
+        counts_DE = self._host_counts(routing_map)
+        # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots:
+        # those of the first pass with these counts that is not recomputed yet.
+        left = [one for one in self.own if in_backward() and not (one.is_over or one.is_recomputed)]
+        own = next((one for one in left if np.all(one.counts_DE == counts_DE)), None)
         if own is None:
-            plan = self._planner.plan_after_gate(counts_DE, shared.plan, 1)
+            plan = self._planner.plan_after_gate(self.local, counts_DE, shared.plan, 1)
             own = self._binder.for_micro_batch(plan, counts_DE)
             self.own.append(own)
         own.is_recomputed = in_backward()
         return own
 
-    def _to_recompute(self, counts_DE: np.ndarray) -> SlotPass | None:
-        """The pass of the first micro-batch with these counts whose backward pass has yet to recompute it."""
-        for own in self.own:
-            known_DE = None if own.is_over or own.is_recomputed else own.counts_DE
-            if known_DE is not None and np.array_equal(known_DE, counts_DE):
-                return own
-        return None
-
     def _corrected(self, routing_map: torch.Tensor, before: SlotPass) -> SlotPass:
         """Let the strategy change the replicas with the first micro-batch's exact counts (Hecate §4.2)."""
-        counts_DE = self._planner.host_counts(routing_map)
-        plan = self._planner.plan_after_gate(counts_DE, before.plan)
+        counts_DE = self._host_counts(routing_map)
+        plan = self._planner.plan_after_gate(self.local, counts_DE, before.plan)
         if plan is before.plan:
             return before
         is_gathered = before.transfers is not None and before.transfers.is_gathered

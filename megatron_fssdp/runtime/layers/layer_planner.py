@@ -28,99 +28,77 @@ from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_befor
 
 
 class LayerPlanner:
-    """Plans a layer by its history, alone or ``together`` with the other ranks of its group.
+    """Plans the layers of a group of ranks, which are the same on all of them, in one order.
 
-    ``checks_plans`` compares the plans of all ranks before they are used.
+    Ranks plan for each other if the strategy ``shares_plans``. One layer alone is planned as fast by every
+    rank. ``checks_plans`` compares the plans of all ranks before they are used.
     """
 
-    def __init__(self, local: LocalLayer, together: "SharedPlans", *, checks_plans: bool = False) -> None:
-        self.local, self._together, self._checks_plans = local, together, checks_plans
-        self.planned: LayerPlan | None = None  # of the running iteration, before the gate
-        together.layers.append(self)
+    def __init__(
+        self, group: dist.ProcessGroup, *, shares_plans: bool = True, checks_plans: bool = False
+    ) -> None:
+        self.layers: list[LocalLayer] = []
+        self._group, self._num_bytes = group, 1 << 12  # enough for small layers
+        self._may_divide, self._checks_plans = shares_plans and group.size() > 1, checks_plans
+        self._planned: dict[LocalLayer, LayerPlan] = {}  # of the running iteration, before the gate
+        self._received: dict[LocalLayer, tuple[bytes, LayerContext, LayerPlan]] = {}
 
     @traced("plan")
-    def plan_iteration(self, *, is_captured: bool = False) -> LayerPlan:
+    def plan_iteration(self, layer: LocalLayer, *, is_captured: bool = False) -> LayerPlan:
         """The plan of the running iteration, from the loads of earlier ones.
 
         For a CUDA graph that is captured, any plan will do where ranks would share theirs.
         """
-        if self._together.are_divided and self.lacks_plan:
+        if self._may_divide and len(self.layers) > 1 and self._lacks_plan(layer):
             if is_captured:  # No message can be captured. Any plan has the same tensors.
-                self.planned = self.local.context.owners_only
+                self._planned[layer] = layer.context.owners_only
             else:
-                self._together.make(self.local.experts.device)
-        plan = self.planned = self.planned or self.plan_alone()
-        self._compare(plan)
-        return plan
-
-    @property
-    def lacks_plan(self) -> bool:
-        """Whether the running iteration has loads to plan the layer by, and no plan."""
-        return self.planned is None and not self.local.history.is_empty
-
-    def plan_alone(self) -> LayerPlan:
-        """What the strategy of this rank plans for the iteration."""
-        return plan_before_gate(self.local.strategy, self.local.context, self.local.history)
+                self._plan_together(layer.experts.device)
+        if layer not in self._planned:
+            self._planned[layer] = _plan_alone(layer)
+        self._compare(layer, self._planned[layer])
+        return self._planned[layer]
 
     def plan_after_gate(
-        self, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int | None = None
+        self, layer: LocalLayer, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int | None = None
     ) -> LayerPlan:
         """The plan for the counts of a micro-batch; it serves so many, by default all of the iteration."""
-        times = num_micro_batches or max(self.local.clock.num_micro_batches, 1)
-        new = plan_after_gate(self.local.strategy, self.local.context, counts_DE, plan, times)
+        times = num_micro_batches or max(layer.clock.num_micro_batches, 1)
+        new = plan_after_gate(layer.strategy, layer.context, counts_DE, plan, times)
         if new is not plan:
-            self._compare(new)
+            self._compare(layer, new)
         return new
 
-    def host_counts(self, routing_map: torch.Tensor) -> np.ndarray:
-        """Counts of a micro-batch, bool ``[T, E]``, on all devices, int64 ``[D, E]``; the host waits."""
-        groups = self.local.groups
-        counts = start_counts(routing_map.sum(0), groups.expert_parallel, groups.expert_tensor_parallel)
-        counts_DE: np.ndarray = counts.wait().numpy().sum(axis=0)
-        return counts_DE
+    def forget(self, layer: LocalLayer) -> None:
+        """Forget the plan of the running iteration."""
+        self._planned.pop(layer, None)
 
-    def _compare(self, plan: LayerPlan) -> None:
+    def _lacks_plan(self, layer: LocalLayer) -> bool:
+        return layer not in self._planned and not layer.history.is_empty
+
+    def _compare(self, layer: LocalLayer, plan: LayerPlan) -> None:
         if not self._checks_plans:
             return
-        groups, iteration = self.local.groups, self.local.clock.iteration
-        what = f"the plan of layer {self.local.context.layer}"
+        what, iteration = f"the plan of layer {layer.context.layer}", layer.clock.iteration
         if iteration is not None:
             what += f" in iteration {iteration}"
-        for group in (groups.expert_parallel, groups.expert_tensor_parallel):
+        for group in (layer.groups.expert_parallel, layer.groups.expert_tensor_parallel):
             if group is not None:
                 check_agreement(plan.digest(), group, what)
 
+    def _plan_together(self, device: torch.device) -> None:
+        """Plan all layers of the running iteration that have loads and no plan.
 
-class SharedPlans:
-    """The layers that a group of ranks plans, on all ranks the same ones in one order.
-
-    Ranks plan for each other if the strategy ``shares_plans``.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *, shares_plans: bool = True) -> None:
-        self.layers: list[LayerPlanner] = []
-        self._group, self._num_bytes = group, 1 << 12  # enough for small layers
-        self._may_divide = shares_plans and group.size() > 1
-        self._received: dict[LayerPlanner, tuple[bytes, LayerContext, LayerPlan]] = {}
-
-    @property
-    def are_divided(self) -> bool:
-        """Whether ranks plan for each other. One layer alone is planned as fast by every rank."""
-        return self._may_divide and len(self.layers) > 1
-
-    def make(self, device: torch.device) -> None:
-        """Plan all layers of the running iteration that lack a plan; the messages are on ``device``.
-
-        All ranks of the group call it at the same place of the program.
-
-        Raises:
-            Exception: What the strategy raised, on whatever rank; every rank raises it.
+        All ranks of the group call it at the same place of the program, and all raise what the strategy
+        raised on any of them.
         """
         rank, size = self._group.rank(), self._group.size()
-        lacking = [(index % size, layer) for index, layer in enumerate(self.layers) if layer.lacks_plan]
+        lacking = [
+            (index % size, layer) for index, layer in enumerate(self.layers) if self._lacks_plan(layer)
+        ]
         own: list[bytes] | Exception
         try:
-            own = [packed(layer.plan_alone()) for planner, layer in lacking if planner == rank]
+            own = [packed(_plan_alone(layer)) for planner, layer in lacking if planner == rank]
         except Exception as error:  # The others wait for this rank.
             own = error
         by_rank = [pickle.loads(answer) for answer in self._gather(pickle.dumps(own), device)]
@@ -129,11 +107,11 @@ class SharedPlans:
                 raise answer
         answers = [iter(answer) for answer in by_rank]
         for planner, layer in lacking:
-            message, known, context = next(answers[planner]), self._received.get(layer), layer.local.context
+            message, known, context = next(answers[planner]), self._received.get(layer), layer.context
             # Plans often stay from one iteration to the next.
             if known is None or known[0] != message or known[1] is not context:
                 known = self._received[layer] = message, context, unpacked(message, context)
-            layer.planned = known[2]
+            self._planned[layer] = known[2]
 
     def _gather(self, own: bytes, device: torch.device) -> list[bytes]:
         """The messages of all ranks. Their room grows, for all ranks alike, when one of them is longer."""
@@ -153,6 +131,10 @@ class SharedPlans:
             if max(lengths) <= self._num_bytes:
                 return [row[8 : 8 + size].tobytes() for row, size in zip(gathered, lengths, strict=True)]
             self._num_bytes = 1 << (max(lengths) - 1).bit_length()
+
+
+def _plan_alone(layer: LocalLayer) -> LayerPlan:
+    return plan_before_gate(layer.strategy, layer.context, layer.history)
 
 
 def packed(plan: LayerPlan) -> bytes:

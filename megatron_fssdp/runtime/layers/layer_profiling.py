@@ -1,13 +1,13 @@
 """Turns measurements of a run's first iterations into the costs that its planners use."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.link_probes import measure_links
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile, measured_messages
 from megatron_fssdp.planning.memory import FP32_BYTES, memory_capacity
 from megatron_fssdp.planning.replica_life import HeldReplicas
@@ -20,13 +20,9 @@ def profile_layers(
     groups: Sequence[dist.ProcessGroup],
     *,
     free_bytes: int,
-    token_bytes: int,
-    owned_bytes: int,
     num_micro_batches: int,
     held: HeldReplicas,
-    device: torch.device,
-    choices: TokenChoices | None = None,
-    deduplicated: bool = False,
+    **known: Any,
 ) -> None:
     """Set the profile in the layers' contexts from their stopwatches and from a measurement of links.
 
@@ -35,14 +31,14 @@ def profile_layers(
     get the same numbers: those of the slowest compute and of the least memory.
 
     The groups are those of expert-parallel, expert-tensor-parallel and expert-data-parallel ranks.
-    ``free_bytes`` are free on this rank's device at the memory peak of an iteration, ``held`` says for how
-    many layers, and how long, replicas exist at the same time, and ``device`` has the tensors for
-    collectives. The other arguments are fields of :class:`LayerProfile`.
+    ``free_bytes`` are free on this rank's device at the memory peak of an iteration, and ``held`` says for
+    how many layers, and how long, replicas exist at the same time. The other arguments are fields of
+    :class:`LayerProfile`.
     """
-    first = layers[0]
+    first, device = layers[0], layers[0].experts.device
     layout = first.experts.layout()
     flops_per_token = 2.0 * sum(shape.numel() for shape in layout.shapes if len(shape) == 2)
-    watches = [watch for layer in layers if (watch := layer.lifecycle.stopwatch) is not None]
+    watches = [watch for layer in layers if (watch := layer.stopwatch) is not None]
     rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
     before_s = [w.before_s() for w in watches]
     where = first.groups
@@ -75,8 +71,8 @@ def profile_layers(
         held,
         expert_elements=layout.numel,
         dtype_bytes=layout.dtype.itemsize,
-        num_experts=first.context.num_experts,
-        owned_per_layer=-(-first.context.num_experts // first.context.num_devices),
+        num_experts=context.num_experts,
+        owned_per_layer=-(-context.num_experts // context.num_devices),
         # Between CPUs, messages are so small that the reserve covers them.
         messages=messages if device.type == "cuda" else None,
     )
@@ -84,17 +80,14 @@ def profile_layers(
         non_moe_s=-non_moe,
         cluster=cluster,
         expert_bytes=layout.num_bytes,
-        token_bytes=token_bytes,
         flops_per_token=flops_per_token,
         memory_capacity=capacity,
         mixed_capacity=mixed_capacity,
         gradient_bytes=layout.numel * FP32_BYTES if held.sends_fp32 else layout.num_bytes,
         num_micro_batches=int(most_micro_batches),
-        owned_bytes=owned_bytes,
         messages=messages,
-        choices=choices,
-        deduplicated=deduplicated,
         exact_shares_s=shares_s,
+        **known,
     )
     for layer in layers:
-        layer.lifecycle.set_profile(profile)
+        layer.set_profile(profile)

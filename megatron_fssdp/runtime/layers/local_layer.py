@@ -1,15 +1,17 @@
 """What a rank knows of one MoE layer, the clock of iterations, and the layer's transfers between ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
+from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.transfer.message_size import MessageRule, message_rule
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
@@ -37,15 +39,16 @@ class IterationClock:
 class LocalLayer:
     """A layer on this rank, to which all of its parts refer. But for loads, it changes between iterations."""
 
-    context: LayerContext
+    context: LayerContext  # what the strategy may know of the layer
     groups: ExpertGroups
-    experts: LocalExperts
+    experts: LocalExperts  # with Parameters on this rank
     strategy: Strategy
     clock: IterationClock = field(default_factory=IterationClock)
     timer: PassTimer = field(default_factory=PassTimer)
     is_first: bool = True  # The model chunk has no MoE layer before this one.
     # Transfers of the running iteration. None if this rank does not keep what reports show.
     journal: list[TransferTimer] | None = None
+    stopwatch: LayerStopwatch | None = None  # while costs are measured
 
     def __post_init__(self) -> None:
         self.strategy.check(self.context)
@@ -53,6 +56,10 @@ class LocalLayer:
         context = self.context
         self.history = LoadHistory(self.strategy.window, context.num_devices, context.num_experts)
         self.load = LayerLoad.empty(context)  # of the running iteration
+
+    def set_profile(self, profile: LayerProfile) -> None:
+        """Set the costs of the layer, equal on all ranks that plan together."""
+        self.context, self.stopwatch = replace(self.context, profile=profile), None
 
     @property
     def messages(self) -> MessageRule:

@@ -1,8 +1,9 @@
 """The runtime of a model: all MoE layers of this rank under one strategy, and the clock of iterations."""
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,20 +11,13 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.messages import wait_for
-from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
-from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
-from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner, SharedPlans
-from megatron_fssdp.runtime.layers.local_layer import IterationClock, LocalLayer
-from megatron_fssdp.runtime.layers.pass_binder import PassBinder
-from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
+from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
+from megatron_fssdp.runtime.layers.local_layer import IterationClock
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.strategy import Strategy
@@ -41,9 +35,9 @@ class MoERuntime:
         end_passes         after the last backward pass
         end_iteration      after the optimizer step
 
-    Forward passes without backward passes are between ``begin_evaluation`` and ``end_evaluation``, also
-    inside of an iteration. They change neither its plans nor its counts. Inside, they compute with owners
-    alone, because replicas have the weights with which the iteration began. So do other passes outside.
+    Forward passes without backward passes are in an ``evaluation``, also inside of an iteration. They change
+    neither its plans nor its counts. Inside, they compute with owners alone, because replicas have the
+    weights with which the iteration began. So do other passes outside.
 
     To ``measure`` means that for reports the first device of each group keeps the device loads, bytes and
     times of transfers, and every rank the seconds of its passes.
@@ -56,7 +50,7 @@ class MoERuntime:
         self._counts: list[_SharedCounts] = []
         # By group, and not by its name, which groups that a host makes anew do not have.
         self._num_shared: dict[dist.ProcessGroup, int] = {}
-        self._plans: dict[dist.ProcessGroup, SharedPlans] = {}
+        self._planners: dict[dist.ProcessGroup, LayerPlanner] = {}
 
     def add_layer(
         self,
@@ -66,41 +60,43 @@ class MoERuntime:
         *,
         await_parameters: Callable[[], object] = lambda: None,
         await_gradients: Callable[[], object] = lambda: None,
-        on_pass: Callable[[SlotPass], object] = lambda slot_pass: None,
-        on_home: Callable[[], object] = lambda: None,
-        least_slots: int = 0,
-        slot_multiple: int = 1,
         measures: bool = False,
+        **options: Any,
     ) -> SlotLayer:
         """Register a layer; layers must be added in the same order on every rank.
 
-        The arguments are those of the layer's parts: :class:`LocalExperts`, :class:`LayerPasses`,
-        :class:`HomeGradients` and :class:`PassBinder`. A layer that ``measures`` does so on this rank in any
-        case.
+        The arguments are fields of :class:`LocalExperts` and of :class:`LayerLifecycle`. A layer that
+        ``measures`` does so on this rank in any case.
         """
+        what, device = f"layer {context.layer}", next((ps[0].device for ps in parameters.values()), None)
         experts = LocalExperts(
-            f"layer {context.layer}",
+            what,
             parameters,
             await_parameters=await_parameters,
             await_gradients=await_gradients,
+            told_device=device,
         )
-        experts = replace(experts, told_device=experts.device)
-        before = self.layers[-1] if self.layers else None
-        # Every rank of the group has the loads of the whole group, so only one computes the report.
-        measures |= self.measure and groups.device == 0
-        journal: list[TransferTimer] | None = [] if measures else None
-        common = self.strategy, self.clock, self.timer
-        local = LocalLayer(context, groups, experts, *common, is_first=before is None, journal=journal)
-        group = groups.everyone or groups.expert_parallel
-        together = SharedPlans(group, shares_plans=self.strategy.shares_plans)
-        together = self._plans.setdefault(group, together)
-        planner = LayerPlanner(local, together, checks_plans=self.check_plans)
-        binder = PassBinder(local, least_slots=least_slots, slot_multiple=slot_multiple)
-        passes = LayerPasses(local, planner, binder, None if before is None else before.passes, on_pass)
-        gradients = HomeGradients(local, passes, on_home)
-        counts = SlotCounts(local, measures_spread=self.measure)
-        self.layers.append(SlotLayer(LayerLifecycle(passes, gradients, counts), before))
-        return self.layers[-1]
+        before, group = self.layers[-1] if self.layers else None, groups.everyone or groups.expert_parallel
+        checks = {"shares_plans": self.strategy.shares_plans, "checks_plans": self.check_plans}
+        layer = SlotLayer(
+            context,
+            groups,
+            experts,
+            self.strategy,
+            self.clock,
+            self.timer,
+            is_first=before is None,
+            # Every rank of the group has the loads of the whole group, so only one computes the report.
+            journal=[] if measures or (self.measure and groups.device == 0) else None,
+            planner=self._planners.setdefault(group, LayerPlanner(group, **checks)),
+            before=before,
+            measures_spread=self.measure,
+            **options,
+        )
+        if before is not None:
+            before.following = layer
+        self.layers.append(layer)
+        return layer
 
     def begin_iteration(self, num_micro_batches: int = 0, iteration: int | None = None) -> None:
         """Mark the start of an iteration; its plans are made from the loads of earlier iterations.
@@ -112,32 +108,35 @@ class MoERuntime:
         self.reset_gradients()
         self.clock.is_open = self.clock.driven = self.clock.trains = True
         self.clock.num_micro_batches, self.clock.iteration = num_micro_batches, iteration
-        if self.measure:
-            self.timer.start()
+        if self.measure and self.layers:
+            self.timer.start(is_cuda=self.layers[0].experts.device.type == "cuda")
         if self.layers and self.layers[0].context.num_devices > 1:
-            self.layers[0].plan_iteration()
+            self.layers[0].passes.plan_iteration()
 
     def expect(self, num_micro_batches: int) -> None:
         """Announce more micro-batches of the running iteration."""
         self.clock.num_micro_batches += num_micro_batches
 
-    def begin_evaluation(self) -> tuple[bool, bool]:
-        """Begin forward passes that have no backward passes; the result is for :meth:`end_evaluation`."""
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Surround forward passes that have no backward passes.
+
+        Replicas that it gathered outside of an iteration are dropped at the end, plans stay.
+        """
         before = self.clock.driven, self.clock.trains
         self.clock.driven, self.clock.trains = not self.clock.is_open, False
-        return before
-
-    def end_evaluation(self, before: tuple[bool, bool]) -> None:
-        """End an evaluation; replicas that it gathered outside of an iteration are dropped, plans stay."""
-        self.clock.driven, self.clock.trains = before
-        if not self.clock.is_open:
-            for layer in self.layers:
-                layer.lifecycle.reset()
+        try:
+            yield
+        finally:
+            self.clock.driven, self.clock.trains = before
+            if not self.clock.is_open:
+                for layer in self.layers:
+                    layer.reset()
 
     def drop_plans(self) -> None:
         """Forget the plans that an evaluation has made, because what they depend on changes."""
         for layer in self.layers:
-            layer.lifecycle.drop_plan()
+            layer.drop_plan()
 
     def reset_gradients(self) -> None:
         """Drop gradients, counts and weights of an iteration that was not ended; its plans stay."""
@@ -145,7 +144,7 @@ class MoERuntime:
             of_group.drop()
         self._counts.clear()
         for layer in self.layers:
-            layer.lifecycle.reset()
+            layer.reset()
         self.timer.stop()
         self.clock.is_open = self.clock.driven = self.clock.trains = False
 
@@ -174,7 +173,7 @@ class MoERuntime:
             of_group.take()
         self.clock.is_open = self.clock.driven = self.clock.trains = False
         self.timer.stop()
-        loads = [layer.lifecycle.end_iteration() for layer in self.layers]
+        loads = [layer.end_iteration() for layer in self.layers]
         self.clock.num_micro_batches, self.clock.iteration = 0, None
         return loads
 

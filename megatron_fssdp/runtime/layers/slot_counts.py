@@ -11,7 +11,7 @@ import torch
 
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.runtime.layers.slot_pass import SlotPass
+from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 
 MOST_ROWS = 32
 """Passes of an iteration that have rows of their own. Further ones are added to these, in turn.
@@ -38,38 +38,34 @@ class SlotCounts:
         self._spread: TokenSpread | None = None
         self.num_counting = 1  # Ranks that count each token: several if tensor-parallel ranks all route it.
 
-    def open(self, slot_pass: SlotPass, routing_map: torch.Tensor) -> torch.Tensor | None:
-        """The row of a new pass, int32 ``[W]``, to which it adds its tokens by slot.
+    def open(self, slot_pass: SlotPass, routing_map: torch.Tensor | None) -> torch.Tensor | None:
+        """The row of a new pass, int32 ``[W]``, to which it adds its tokens by slot, if it remaps them.
 
-        The map of experts, bool ``[T, E]``, is that of the pass. ``None`` if the host knows its counts.
+        ``None`` if the host knows its counts. The map of experts, bool ``[T, E]``, is ``None`` if a CUDA
+        graph counts, or will: all passes of the iteration then have one row, whose address stays while the
+        number of slots stays. Before such a graph is captured, this must have been called once outside of it.
         """
-        if (counts_DE := slot_pass.counts_DE) is not None:
-            self._count_on_host(counts_DE, slot_pass)
-        row_W = self._open(slot_pass, routing_map.device)
-        if self._spread is not None:
-            self._spread.add(routing_map)
-        return row_W
-
-    def open_in_graph(self, slot_pass: SlotPass) -> None:
-        """Count a pass in which a CUDA graph counts, or will: all passes of the iteration have one row.
-
-        Its address stays while the number of slots stays. Before such a graph is captured, this must have
-        been called once outside of it.
-        """
-        self._most_rows = 1
-        self._open(slot_pass, self._local.experts.device)
-
-    def _open(self, slot_pass: SlotPass, device: torch.device) -> torch.Tensor | None:
         self.is_clear = False
+        device = self._local.experts.device if routing_map is None else routing_map.device
+        if slot_pass.counts_DE is not None:
+            self._count_on_host(slot_pass.counts_DE, slot_pass)
         if self._measures_spread and self._spread is None:
             self._spread = TokenSpread(self._plain_owner_E, self._topology, device)
-        if not slot_pass.is_shared:
-            return None
-        if self._num_slots != slot_pass.num_slots:
-            self._num_slots, self._num_passes, self._rows_W = slot_pass.num_slots, 0, []
+        if routing_map is None:
+            self._most_rows = 1
+        row_W = self._row(slot_pass.num_slots, device) if slot_pass.is_shared else None
+        if self._spread is not None and routing_map is not None:
+            self._spread.add(routing_map)
+        if row_W is not None and routing_map is not None and slot_pass.shares is None:
+            row_W.add_(routing_map.sum(0))
+        return row_W
+
+    def _row(self, num_slots: int, device: torch.device) -> torch.Tensor:
+        if self._num_slots != num_slots:
+            self._num_slots, self._num_passes, self._rows_W = num_slots, 0, []
         number = self._num_passes % self._most_rows
         if number == len(self._rows_W):
-            self._rows_W.append(torch.zeros(slot_pass.num_slots, dtype=torch.int32, device=device))
+            self._rows_W.append(torch.zeros(num_slots, dtype=torch.int32, device=device))
         self._num_passes += 1
         return self._rows_W[number]
 

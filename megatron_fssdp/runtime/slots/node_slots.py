@@ -11,12 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.sparse.peer_memory import (
-    PeerMemory,
-    SharedMemory,
-    SymmetricMemory,
-    WeightPuts,
-)
+from megatron_fssdp.collectives.sparse.peer_memory import SharedMemory, SymmetricMemory, WeightPuts
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.message_size import ALIGNMENT_BYTES
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
@@ -29,11 +24,8 @@ class SlotRoom:
         self.num_slots, self._node, self._device = num_slots, node, device
         step = ALIGNMENT_BYTES // layout.dtype.itemsize
         what = node.group, (num_slots, -(-layout.numel // step) * step), node.timeout
-        self._memory: PeerMemory
-        if device.type == "cuda":
-            self._memory = SymmetricMemory(*what, dtype=layout.dtype, device=device)
-        else:
-            self._memory = SharedMemory(*what, dtype=layout.dtype)
+        kind = SymmetricMemory if device.type == "cuda" else SharedMemory
+        self._memory = kind(*what, dtype=layout.dtype, device=device)
         self._memory.of_rank = [slots[:, : layout.numel] for slots in self._memory.of_rank]
         self.slots = self._memory.of_rank[node.group.rank()]
         self._give_way: Callable[[], None] | None = None

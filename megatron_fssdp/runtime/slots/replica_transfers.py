@@ -5,23 +5,23 @@ twice in each micro-batch; otherwise they stay until the iteration, or the micro
 once in an iteration, or with every backward pass under re-materialization and for replicas of one
 micro-batch::
 
-              gather                    settle_gathers              gather: take memory, start SparseAllGather
-    OWNED ───────────────► GATHERING ───────────────► PRESENT       settle_gathers: all elements have arrived
-      ▲                                                  │          release: give the memory back
-      └───────────────────── release ────────────────────┘
+             gather                    settle_gathers              gather: take memory, start SparseAllGather
+    owned ──────────────► on their way ──────────────► present     settle_gathers: all elements have arrived
+      ▲                                                   │        release: give the memory back
+      └────────────────────── release ────────────────────┘
 
-              open_sums                 reduce                      open_sums: take memory, with zeros
-    CLOSED ──────────────► OPEN ────────────────────► TRAVELLING    reduce: start SparseReduceScatter
-      ▲                                                  │          settle: sums are in the owners' gradients
-      └────────────────────── settle ────────────────────┘
+             open_sums            reduce                           open_sums: take memory, with zeros
+    closed ─────────────► open ─────────────► on their way         reduce: start SparseReduceScatter
+      ▲                                            │               settle: sums are in the owners' gradients
+      └─────────────────── settle ─────────────────┘
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 
 import torch
 
+from megatron_fssdp.collectives.sparse.peer_memory import NO_PUTS
 from megatron_fssdp.collectives.sparse.sparse_transfer import SparseTransfer
 from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
@@ -32,38 +32,11 @@ from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 
-class TransferState(Enum):
-    """Where the weights of the replicas are, or the sums of their gradients; with the states that follow."""
-
-    # A second release does nothing. A gather may come in two parts, and be given up on its way.
-    OWNED = "OWNED", "GATHERING"
-    GATHERING = "GATHERING", "PRESENT", "OWNED"
-    PRESENT = ("OWNED",)
-    # Several backward passes may add to the sums before these travel.
-    CLOSED = ("OPEN",)
-    OPEN = "OPEN", "TRAVELLING"
-    TRAVELLING = ("CLOSED",)
-
-    def to(self, new: "TransferState", what: str) -> "TransferState":
-        """The new state, if it may follow.
-
-        Raises:
-            RuntimeError: It may not: passes of the layer ``what`` came out of turn.
-        """
-        if new.name not in self.value:
-            raise RuntimeError(
-                f"{what}: got replicas' weights or gradients that become {new.name} while {self.name}, "
-                f"wanted {' or '.join(self.value)}: passes came out of turn; please report their schedule"
-            )
-        return new
-
-
 class ReplicaTransfers:
     """Weights and gradients of the replicas of one plan. All ranks of the group make the same calls in order.
 
-    ``slots`` hold the experts of ``plan``, and ``bind`` is ``LocalLayer.bind``. If transfers are split
-    (``splits``), a part of the weights travels beside the experts of the layer before. ``waiting`` returns a
-    context manager that is entered around waits for transfers.
+    ``slots`` hold the experts of ``plan``, and ``bind`` is ``LocalLayer.bind``. ``waiting`` returns a context
+    manager that is entered around waits for transfers.
     """
 
     def __init__(
@@ -72,21 +45,18 @@ class ReplicaTransfers:
         slots: ReplicaSlots,
         experts: LocalExperts,
         bind: Callable[[TransferPlan, Sequence[int], torch.dtype, range], SparseTransfer],
-        *,
-        splits: bool = False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.plan, self.slots = plan, slots
-        self._experts, self._bind, self._splits, self._waiting = experts, bind, splits, waiting
+        self._experts, self._bind, self._waiting = experts, bind, waiting
         self._each_pass = plan.rematerialize
         self._bound: dict[object, SparseTransfer] = {}
-        self._puts = None if slots.room is None else slots.room.puts(plan.placement)
+        self._puts = slots.room.puts(plan.placement) if slots.room else NO_PUTS
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._prefetched = {False: False, True: False}
         self._num_users = self._num_gathered = 0
-        self._weights, self._sums = TransferState.OWNED, TransferState.CLOSED
         self._gathering: list[PendingTransfer] = []
         self._reducing: PendingTransfer | None = None
         self._totals: list[GradientTotals] = []
@@ -122,8 +92,8 @@ class ReplicaTransfers:
         return self._num_gathered == self.slots.layout.numel
 
     def gather_first_part(self) -> None:
-        """If transfers are split, start the part that runs beside the experts of the layer before."""
-        if self._splits and not self._num_gathered:
+        """Start the part that runs beside the experts of the layer before."""
+        if not self._num_gathered:
             numel = self.slots.layout.numel  # At least one element is left for the other part.
             if part := min(round(self.plan.early * numel), numel - 1):
                 self._gather(part)
@@ -141,7 +111,6 @@ class ReplicaTransfers:
     def release(self) -> None:
         """Give back the memory of the weights, after a wait for the transfers that use it."""
         self.settle_gathers()
-        self._weights = self._weights.to(TransferState.OWNED, self._experts.what)
         self._num_gathered, self._addition = 0, None
         self.slots.close_weights()
 
@@ -181,7 +150,6 @@ class ReplicaTransfers:
             transfer = self._transfer(layout.sizes, elements)
         else:
             transfer = self._bind(self._addition, layout.sizes, layout.dtype, elements)
-        self._weights = self._weights.to(TransferState.GATHERING, self._experts.what)
         if self.slots.room is not None:
             self.slots.room.take(self.give_way)
         self.slots.open_weights()
@@ -204,20 +172,25 @@ class ReplicaTransfers:
             for pending in self._gathering:
                 pending.wait()
         self._gathering.clear()
-        if self.is_gathered:
-            self._weights = self._weights.to(TransferState.PRESENT, self._experts.what)
 
     # Gradients.
 
     def open_sums(self) -> None:
         """Provide the memory to which the backward pass of the experts adds the replicas' gradients."""
         self.settle()
-        self._sums = self._sums.to(TransferState.OPEN, self._experts.what)
         self.slots.open_sums()
 
     def add_gradients(self) -> None:
-        """Add what a complete backward pass has left to the sums."""
-        self._sums = self._sums.to(TransferState.OPEN, self._experts.what)
+        """Add what a complete backward pass has left to the sums.
+
+        Raises:
+            RuntimeError: The sums are on their way, so the gradients would be lost.
+        """
+        if self._reducing is not None:
+            raise RuntimeError(
+                f"{self._experts.what}: got gradients of replicas while their sums are on their way, wanted "
+                "them before: passes came out of turn; please report their schedule"
+            )
         self._experts.await_gradients()
         self.slots.add_gradients()
 
@@ -237,7 +210,6 @@ class ReplicaTransfers:
             {expert: of_expert.tensors for expert, of_expert in totals.items()},
             dtype=dtype,
         )
-        self._sums = self._sums.to(TransferState.TRAVELLING, self._experts.what)
 
     def settle(self) -> None:
         """Wait until the gradients on their way are in the owners', and give back the sums' memory."""
@@ -248,7 +220,6 @@ class ReplicaTransfers:
         self._reducing = None
         for totals in self._totals:
             totals.write()
-        self._sums = self._sums.to(TransferState.CLOSED, self._experts.what)
         self.slots.close_sums()
 
     def drop(self) -> None:

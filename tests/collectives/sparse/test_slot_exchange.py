@@ -1,5 +1,3 @@
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_fssdp.collectives.sparse.slot_exchange import exchange_slots
+from megatron_fssdp.collectives.sparse.slot_exchange import SlotQuantity, exchange_slots
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.testing import run_ranks
 from tests.drawn_examples import examples
@@ -17,26 +15,17 @@ from tests.drawn_examples import examples
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-@dataclass
-class Rows:
+class Rows(SlotQuantity):
     """A quantity in one tensor [slots, elements] that records which ranges were read."""
 
-    name: str
-    values: torch.Tensor
-    reads: list = field(default_factory=list)
-
-    num_elements = property(lambda self: self.values.shape[1])
-    dtype = property(lambda self: self.values.dtype)
-    device = property(lambda self: self.values.device)
+    def __init__(self, name, values):
+        kind = values.shape[1], values.dtype, values.device
+        super().__init__(name, *kind, [[(0, row)] for row in values])
+        self.__dict__.update(values=values, reads=[])  # The class is frozen.
 
     def read(self, slots, start, out_WQ):
         self.reads.append((start, out_WQ.shape[1]))
-        for slot, row in zip(slots, out_WQ, strict=True):
-            row.copy_(self.values[slot, start : start + len(row)])
-
-    def write(self, slots, start, rows_WQ):
-        for slot, row in zip(slots, rows_WQ, strict=True):
-            self.values[slot, start : start + len(row)].copy_(row)
+        super().read(slots, start, out_WQ)
 
 
 class AllocatedBytes(TorchDispatchMode):

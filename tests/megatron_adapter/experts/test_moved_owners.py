@@ -184,7 +184,7 @@ def split_transfers() -> None:
         prepare(self, settings)
         self.splits = True
 
-    wrap(LayerPlanner, "plan_iteration", lambda plan, self, **how: replace(plan(self, **how), early=0.5))
+    wrap(LayerPlanner, "plan_iteration", lambda plan, *of, **how: replace(plan(*of, **how), early=0.5))
     wrap(FssdpStrategy, "__init__", prepare_to_split)
 
 

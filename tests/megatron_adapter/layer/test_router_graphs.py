@@ -52,7 +52,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
     """Replay a graph of preprocessing twice in each of two iterations: its tensors, and what is counted."""
     layer, hidden = _captured_layer(rank, world_size)
     slots, clock, dispatcher = layer.slot_layer, layer.slot_layer.clock, layer.token_dispatcher
-    slots.lifecycle.reset()
+    slots.reset()
     sums = slots.counts._rows_W[0], slots.counts._spread.sums
     addresses, counted, spread = set(), [], []
     for _ in range(2):
@@ -60,8 +60,8 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
         for _ in range(2):
             # Nothing of the plugin's Python runs in a replay but `prepare`, so the sums are changed by hand.
             probs, routing_map = layer.router(hidden)
-            slots._is_counted = False
-            slots.plan_iteration()
+            slots.is_counted = False
+            slots.passes.plan_iteration()
             slots.passes.use(slots.passes.shared)
             slot_map, slot_probs = slots.remap(routing_map, probs)
             rows, row_probs = dispatcher.dispatch_preprocess(hidden, slot_map, slot_probs)
@@ -75,7 +75,7 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
         counted.append(int(shared[0]))
         spread.append(int(shared[-1]))
         slots.gradients.finish()
-        slots.lifecycle.end_iteration()
+        slots.end_iteration()
     return addresses, counted, spread
 
 
@@ -104,7 +104,7 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         differences.append(float((got - wanted).abs().max()))
         wanted.sum().backward()
         slots.gradients.finish()
-        slots.lifecycle.end_iteration()
+        slots.end_iteration()
     return bool(attributes), differences, len(plans)
 
 

@@ -49,11 +49,10 @@ def prepare() -> None:
 
     from megatron_fssdp.megatron_adapter.iterations import iteration_driver
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-    from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 
     def plant(layers: Any, *_: Any, **__: Any) -> None:
         for layer in layers:
-            layer.lifecycle.set_profile(PROFILE)
+            layer.set_profile(PROFILE)
 
     def note_plan(travel: Any, self: SlotLayer) -> None:
         plan = self.passes.in_use.plan  # of the only micro-batch of an iteration
@@ -64,7 +63,6 @@ def prepare() -> None:
 
     register_example()
     iteration_driver.profile_layers = plant
-    StrategySelector.note = lambda self, seconds: None  # type: ignore[method-assign]
     wrap(SlotLayer, "rows_travel", note_plan)
     add_to_logits(lambda logits: [0, 1] if get_args().curr_iteration < NUM_ITERATIONS // 2 else [4, 5], 2.0)
 

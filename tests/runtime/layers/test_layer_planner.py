@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.runtime.layers.layer_planner import SharedPlans
+from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 from ..case_run import CaseRun
@@ -56,10 +56,10 @@ def share_by_turns(rank: int, world_size: int) -> None:
         assert run.strategy.asked == list(range(1 + rank, 6, world_size))
     # An evaluation shares as well, and the next iteration has its plans.
     run.strategy.asked.clear()
-    run.runtime.end_evaluation(run.runtime.begin_evaluation())
-    before = run.runtime.begin_evaluation()
-    run.forward(run.draw(), training=False)
-    run.runtime.end_evaluation(before)
+    with run.runtime.evaluation():
+        pass
+    with run.runtime.evaluation():
+        run.forward(run.draw())
     iterate(run)
     assert sorted(run.strategy.asked) == list(range(1 + rank, 6, world_size))
     run.runtime.drop_plans()
@@ -86,7 +86,7 @@ def test_a_layer_is_planned_by_one_rank_for_all() -> None:
 
 
 def send_lengths(rank: int, world_size: int) -> None:
-    plans = SharedPlans(dist.group.WORLD)
+    plans = LayerPlanner(dist.group.WORLD)
     for lengths in ((3, 5), (4, 70_000), (4096, 131_073), (0, 2)):
         own = bytes([rank]) * lengths[rank]
         assert plans._gather(own, torch.device("cpu")) == [bytes([r]) * n for r, n in enumerate(lengths)]

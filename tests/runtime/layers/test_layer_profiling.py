@@ -7,23 +7,20 @@ import torch.distributed as dist
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers import layer_profiling
-from megatron_fssdp.testing import run_ranks
 
-from ..drawn_placements import DrawnPlacements
-from ..layer_case import LayerCase
-from ..one_layer import one_layer
+from ..case_run import CaseRun
+from ..layer_case import FFN_DIM, MODEL_DIM, LayerCase
+from ..rank_layer import run_layer_ranks
 
-NUM_EXPERTS, MODEL_DIM, SHAPE = 8, 5, (9, 5)
-EXPERT_ELEMENTS = 90
+EXPERT_ELEMENTS = 2 * MODEL_DIM * FFN_DIM
 BEFORE_S = ((0.5, 0.25), (0.75, 0.125))  # of each rank, its layers
 EXPERTS_S = (1.5, 0.5)
 ROWS = (300, 400)
 LINKS = (((1e-3, 4e-9), (2e-3, 8e-9), (4e-3, 6e-8)), ((3e-3, 2e-9), (1e-3, 9e-9), (5e-3, 5e-8)))
-FREE_BYTES = (7_000, 5_000)
+FREE_BYTES = (7_000, 3_334)
 NUM_MICRO_BATCHES = 4
 
 
@@ -35,12 +32,10 @@ def profile(
     rank: int, world_size: int, num_rows: tuple[int, ...], held: HeldReplicas
 ) -> list[tuple[LayerProfile | None, bool]]:
     layer_profiling.measure_links = lambda *_: LinkSet(*(LinkCost(*link) for link in LINKS[rank]))
-    strategy, topology = DrawnPlacements(LayerCase("profiled")), Topology.uniform(world_size, 1)
-    layers = [one_layer(strategy, NUM_EXPERTS, topology, rank, SHAPE)[1] for _ in BEFORE_S[rank]]
+    run = CaseRun(LayerCase("profiled", num_layers=2, num_nodes=1, dtype=torch.float32))
+    layers = run.runtime.layers
     for layer, before_s in zip(layers, BEFORE_S[rank], strict=True):
-        layer.lifecycle.stopwatch = watch(
-            before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers)
-        )
+        layer.stopwatch = watch(before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers))
     layer_profiling.profile_layers(
         layers,
         [dist.group.WORLD],
@@ -49,9 +44,8 @@ def profile(
         owned_bytes=1234,
         num_micro_batches=NUM_MICRO_BATCHES,
         held=held,
-        device=torch.device("cpu"),
     )
-    return [(layer.context.profile, layer.lifecycle.stopwatch is None) for layer in layers]
+    return [(layer.context.profile, layer.stopwatch is None) for layer in layers]
 
 
 def held(life: ReplicaLife) -> HeldReplicas:
@@ -59,7 +53,7 @@ def held(life: ReplicaLife) -> HeldReplicas:
     return HeldReplicas(life, PipelineStage((2,), num_stages=3), NUM_MICRO_BATCHES)
 
 
-# Slots in 4,000 bytes, for experts of 360 bytes.
+# Slots in 2,667 bytes, for experts of 240 bytes.
 SLOTS = {
     ReplicaLife.LAYER_PASS: 5,  # one layer's parameters, one layer's gradients
     ReplicaLife.ITERATION: 2,  # two layers' parameters, one layer's gradients, two layers' sums
@@ -74,7 +68,7 @@ def profiles(
 
 
 def test_all_ranks_and_layers_get_the_same_profile() -> None:
-    by_life = zip(*run_ranks(profiles, 2, [ROWS], list(SLOTS)), strict=True)
+    by_life = zip(*run_layer_ranks(profiles, 2, [ROWS], list(SLOTS)), strict=True)
     for life, of_ranks in zip(SLOTS, by_life, strict=True):
         check_profile(life, [entry for rank in of_ranks for entry in rank])
 
@@ -101,7 +95,7 @@ def check_profile(life: ReplicaLife, found: list[tuple[LayerProfile | None, bool
 
 
 def test_ranks_without_rows_do_not_count_in_the_throughput() -> None:
-    found, _ = run_ranks(profiles, 2, [(0, 400), (0, 0)], [ReplicaLife.ITERATION])
+    found, _ = run_layer_ranks(profiles, 2, [(0, 400), (0, 0)], [ReplicaLife.ITERATION])
     one, none = (layers[0][0].cluster.expert_flops_per_s for layers in found)
     assert one == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)
     assert none == 1e15

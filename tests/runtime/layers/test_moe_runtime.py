@@ -1,5 +1,6 @@
 """Iterations of a runtime: plans, histories, counts that arrive, disagreements, dropped transfers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -7,34 +8,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.transfer_lanes import ThreadTransfer
+from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.testing import run_ranks
 
 from ..case_run import CaseRun
 from ..drawn_placements import DrawnPlacements
 from ..layer_case import LayerCase
-from ..one_layer import one_layer
 from ..rank_layer import run_layer_ranks
 
 CASE = LayerCase("runtime", num_nodes=1)
 
 
-def plans_last_an_iteration(rank: int, world_size: int) -> None:
+def a_plan_lasts_an_iteration(rank: int, world_size: int) -> None:
     run = CaseRun(CASE)
     slots, runtime, plans, measured = run.layers[0].slots, run.runtime, [], []
-    slots.lifecycle.stopwatch = watch = LayerStopwatch()
+    slots.stopwatch = watch = LayerStopwatch()
     for _ in range(3):
         runtime.begin_iteration(2)
-        plan = slots.plan_iteration()
+        plan = slots.passes.plan_iteration().plan
         for _ in range(2):
             run.forward(run.draw())[0].sum().backward()
-            assert slots.plan_iteration() is plan
+            assert slots.passes.plan_iteration().plan is plan
         run.end()
         plans.append(plan.digest())
         measured.append(len(watch._experts))
@@ -51,23 +49,17 @@ def plans_last_an_iteration(rank: int, world_size: int) -> None:
     assert slots.history.num_seen == 3, "counts that were not shared belong to no history"
 
 
-def test_a_plan_lasts_an_iteration() -> None:
-    run_layer_ranks(plans_last_an_iteration, 2)
-
-
-def evaluations_correct_nothing(rank: int, world_size: int) -> None:
+def only_a_training_pass_corrects_a_plan(rank: int, world_size: int) -> None:
     run = CaseRun(replace(CASE, corrects=True))
     slots, runtime = run.layers[0].slots, run.runtime
 
     def evaluate() -> None:
-        before = runtime.begin_evaluation()
-        with torch.no_grad():
+        with runtime.evaluation(), torch.no_grad():
             run.forward(run.draw())
-        runtime.end_evaluation(before)
 
     evaluate()
     runtime.begin_iteration(2)
-    planned = slots.plan_iteration()
+    planned = slots.passes.plan_iteration().plan
     evaluate()
     assert slots.passes.plan is planned
     assert planned.corrects
@@ -81,11 +73,7 @@ def evaluations_correct_nothing(rank: int, world_size: int) -> None:
     runtime.end_iteration()
 
 
-def test_only_a_training_pass_corrects_a_plan() -> None:
-    run_layer_ranks(evaluations_correct_nothing, 2)
-
-
-def traced_names(rank: int, world_size: int) -> None:
+def a_trace_names_what_a_layer_does(rank: int, world_size: int) -> None:
     run = CaseRun(CASE)
     run.runtime.begin_iteration(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
@@ -93,10 +81,6 @@ def traced_names(rank: int, world_size: int) -> None:
         run.runtime.finish_gradients()
     names = {one.key for one in trace.key_averages()}
     assert {"fssdp plan", "fssdp remap", "fssdp gather weights", "fssdp reduce gradients"} <= names
-
-
-def test_a_trace_names_what_a_layer_does() -> None:
-    run_layer_ranks(traced_names, 2)
 
 
 class OwnersOnly(DrawnPlacements):
@@ -156,14 +140,14 @@ def test_plans_that_differ_are_reported_on_all_ranks() -> None:
         assert "FSSDP_CHECK_PLANS=1" in message
 
 
-def counts_arrive(rank: int, world_size: int) -> None:
+def counts_of_all_layers_arrive_with_the_end_of_the_iteration(rank: int, world_size: int) -> None:
     run = CaseRun(replace(CASE, num_layers=3), check_plans=False)
     run.runtime.begin_iteration(1)
     batch = run.draw()
     run.forward(batch)[0].sum().backward()
     run.runtime.finish_gradients()
     run.runtime.end_passes()
-    assert not any(layer.slots.local.load.counts_DE.any() for layer in run.layers)
+    assert not any(layer.slots.load.counts_DE.any() for layer in run.layers)
     loads = run.runtime.end_iteration()
     for load, routing_map in zip(loads, batch.map_L, strict=True):
         assert load.counts_DE.sum(axis=0).tolist() == routing_map.sum(0).tolist()
@@ -176,26 +160,22 @@ def counts_arrive(rank: int, world_size: int) -> None:
     assert not any(load.counts_DE.any() for load in run.runtime.end_iteration())
 
 
-def test_the_counts_of_all_layers_arrive_with_the_end_of_the_iteration() -> None:
-    run_layer_ranks(counts_arrive, 2)
-
-
 def drop(rank: int, world_size: int) -> list[int]:
     """Waits of each way to drop an iteration while the second layer's weights are on their way."""
-    awaited, original = [0], ThreadTransfer.wait
+    awaited, original = [0], PendingTransfer.wait
 
-    def counting(transfer: ThreadTransfer) -> object:
+    def counting(transfer: PendingTransfer) -> object:
         awaited[-1] += 1
         return original(transfer)
 
     for how in ("own", "reset_gradients", "begin_iteration"):
         run = CaseRun(replace(CASE, name=how, placement="everywhere", early=0.4))
         run.runtime.begin_iteration(1)
-        run.layers[0].slots.launch()
+        run.layers[0].slots.launch(torch.ones(1))
         routing_map = torch.arange(8).expand(4, 8) < 2
         run.layers[0].forward(torch.ones(4, 5).double(), torch.ones(4, 8), routing_map)
         awaited.append(0)
-        with mock.patch.object(ThreadTransfer, "wait", counting):
+        with mock.patch.object(PendingTransfer, "wait", counting):
             if how == "own":
                 run.layers[1].move(run.layers[1].slots.context.owner_E)
             elif how == "reset_gradients":
@@ -211,15 +191,24 @@ def test_transfers_of_a_dropped_iteration_are_awaited() -> None:
     assert run_layer_ranks(drop, 2) == [[2, 2, 2]] * 2
 
 
-def build_wrongly(rank: int, world_size: int) -> None:
-    strategy = DrawnPlacements(CASE)
-    _, layer = one_layer(strategy, 8, Topology.uniform(2, 1), rank)
+def parameters_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
+    layer = CaseRun(CASE).layers[0].slots
     parameters = layer.experts.parameters
     uneven = {**parameters, next(iter(parameters)): [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
     for experts, num_layouts in (({}, 0), (uneven, 2)):
         with pytest.raises(ValueError, match=f"layer 7: got {num_layouts} expert layouts .*layout argument"):
-            LocalLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), strategy)
+            LocalLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), layer.strategy)
 
 
-def test_parameters_that_do_not_fit_are_refused() -> None:
-    run_ranks(build_wrongly, 2)
+@pytest.mark.parametrize(
+    "check",
+    [
+        a_plan_lasts_an_iteration,
+        only_a_training_pass_corrects_a_plan,
+        a_trace_names_what_a_layer_does,
+        counts_of_all_layers_arrive_with_the_end_of_the_iteration,
+        parameters_that_do_not_fit_are_refused,
+    ],
+)
+def test_on_two_ranks(check: Callable[[int, int], None]) -> None:
+    run_layer_ranks(check, 2)

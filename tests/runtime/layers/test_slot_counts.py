@@ -52,10 +52,8 @@ def iterate(run: CaseRun, num_batches: int) -> list[list[list[list[int]]]]:
             other_TE = batch.map_L[1]
             output = output + run.layers[0].forward(output, probs_L[0], batch.of_rank(other_TE, run.rank))
             wanted[0].append(routed_DE(run, batch, other_TE))
-        before = runtime.begin_evaluation()
-        with torch.no_grad():
-            run.forward(run.draw(), training=False)
-        runtime.end_evaluation(before)
+        with runtime.evaluation(), torch.no_grad():
+            run.forward(run.draw())
         output.sum().backward()
     loads = run.end()
     for load, of_layer in zip(loads, wanted, strict=True):

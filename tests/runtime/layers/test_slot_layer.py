@@ -13,15 +13,12 @@ import torch
 
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.testing import RankError, run_ranks
+from megatron_fssdp.testing import RankError
 
 from ..case_run import CaseResult, CaseRun, compare_with_reference
-from ..drawn_placements import DrawnPlacements
 from ..layer_case import LayerCase
-from ..one_layer import one_layer
 from ..rank_layer import run_layer_ranks
 
 # Relative to the largest value of each tensor.
@@ -182,17 +179,17 @@ def test_layers_equal_the_reference(world_size: int, is_slow: bool, case: LayerC
 
 def delayed_dispatch(rank: int, world_size: int) -> tuple[float, ...]:
     """A gather from 8 to 11.5 s and a reduction beside a dispatch from 10 to 14 s."""
-    _, layer = one_layer(DrawnPlacements(LayerCase("delayed")), 2, Topology((0,)), rank)
-    forward = layer.local.load.forward
-    layer.local.timer._marks += [(forward, "dispatch", 10.0), (forward, "experts", 14.0), (None, None, 15.0)]
-    layer.local.journal += [TransferTimer(True, 0, 8.0, 11.5), TransferTimer(False, 0, 10.0, 12.0)]
-    layer.local.timer.stop()
-    load = layer.lifecycle.end_iteration()
+    layer = CaseRun(LayerCase("delayed", num_nodes=1)).layers[0].slots
+    forward = layer.load.forward
+    layer.timer._marks += [(forward, "dispatch", 10.0), (forward, "experts", 14.0), (None, None, 15.0)]
+    layer.journal += [TransferTimer(True, 0, 8.0, 11.5), TransferTimer(False, 0, 10.0, 12.0)]
+    layer.timer.stop()
+    load = layer.end_iteration()
     return load.spag_exposed_s, load.sprs_exposed_s, load.forward.dispatch_s, load.forward.experts_s
 
 
 def test_a_gather_that_delays_the_dispatch_is_exposed() -> None:
-    assert run_ranks(delayed_dispatch, 1) == [(1.5, 0.0, 2.5, 1.0)]
+    assert run_layer_ranks(delayed_dispatch, 1) == [(1.5, 0.0, 2.5, 1.0)]
 
 
 def test_a_recomputed_pass_has_as_many_slots_as_the_first_one() -> None:

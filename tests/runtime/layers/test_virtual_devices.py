@@ -58,7 +58,7 @@ ON_TWO = (
 
 @dataclass(frozen=True)
 class Found:
-    """One rank's errors and findings, and how many batches were issued at points after a transfer's start."""
+    """One rank's errors and findings, and at how many points after a transfer's start batches were issued."""
 
     errors: dict[str, float]
     findings: list[str]
@@ -69,10 +69,9 @@ def run_cases(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[st
     """Run cases on the virtual device. With one queue, experts travel in several small messages."""
     later, issue, found = [0], StreamTransfer.issue, {}
 
-    def counting(transfer: StreamTransfer) -> None:
-        before = transfer.num_issued
-        issue(transfer)
-        later[0] += transfer.num_issued - before if before else 0
+    def counting(transfer: StreamTransfer, **how: bool) -> None:
+        later[0] += not how and transfer.has_batches and transfer.timer.begin is not None
+        issue(transfer, **how)
 
     small = PipelinedMessages(16, 16, most_bytes=48)
     for case in cases:

@@ -65,8 +65,7 @@ def take_turns(rank: int, world_size: int) -> tuple[list[bool], str, int]:
     run = CaseRun(case)
     run.runtime.begin_iteration()
     first, second = (layer.slots for layer in run.layers)
-    first.plan_iteration(), second.plan_iteration()
-    one, other = first.passes.shared.transfers, second.passes.shared.transfers
+    one, other = (layer.passes.plan_iteration().transfers for layer in (first, second))
     assert one is not None
     assert other is not None
     there = []

@@ -1,4 +1,4 @@
-"""The states of a plan's transfers: which may follow which, and what a pass out of turn is told."""
+"""What a pass out of turn is told."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,5 +27,5 @@ def test_gradients_of_a_pass_whose_sums_are_on_their_way_are_refused() -> None:
         transfers.open_sums()
         transfers.add_gradients()
         transfers.reduce(torch.float32)
-        with pytest.raises(RuntimeError, match=r"layer 3: .* OPEN while TRAVELLING, wanted CLOSED"):
+        with pytest.raises(RuntimeError, match=r"layer 3: .* sums are on their way"):
             transfers.add_gradients()
