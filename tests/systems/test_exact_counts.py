@@ -37,7 +37,7 @@ def test_moonep_gives_every_device_equal_rows_and_experts_of_one_other_owner(see
 @given(SEEDS, st.floats(1.0, 3.0))
 def test_llep_levels_uneven_loads_and_leaves_even_ones(seed: int, threshold: float) -> None:
     load_E = drawn_counts(seed).sum(axis=0)
-    tokens_ED = least_loaded(OWNER_E, load_E, 8, threshold=threshold, factor=1.0, fewest=0)
+    tokens_ED = least_loaded(OWNER_E, load_E, 8, threshold=threshold, fewest=0)
     assert (tokens_ED >= 0).all()
     assert (tokens_ED.sum(axis=1) == load_E).all()
     plain_D = owners_only(load_E).sum(axis=0)
@@ -52,7 +52,7 @@ def test_llep_spills_no_small_parts_unless_nothing_else_is_left() -> None:
     # The mean is 45. Beside device 3, devices have room for 15 and for 10.
     layer = np.arange(4), np.array([100, 35, 30, 15]), 4
     for fewest, wanted_D in ((0, [45, 10, 15, 30]), (20, [45, 0, 25, 30])):
-        tokens_ED = least_loaded(*layer, threshold=1.3, factor=1.0, fewest=fewest)
+        tokens_ED = least_loaded(*layer, threshold=1.3, fewest=fewest)
         assert tokens_ED[0].tolist() == wanted_D
 
 

@@ -40,10 +40,9 @@ from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import StrategySelector
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-from megatron_fssdp.strategies.auto.auto_strategy import selecting
-from megatron_fssdp.strategies.auto.selection_report import SelectionReport
-from megatron_fssdp.strategies.decisions import StageLoads, moved_before
+from megatron_fssdp.strategies.auto import SelectionReport, selecting
 from megatron_fssdp.strategies.layer_plan import LayerPlan
+from megatron_fssdp.strategies.layer_planning import StageLoads, moved_before
 
 logger = logging.getLogger(__name__)
 

@@ -121,12 +121,13 @@ def transfer_times(
     return LinkTimes(near_s, far_s)
 
 
-def moving_seconds(
-    sources_P: np.ndarray, devices_P: np.ndarray, topology: Topology, profile: LayerProfile
-) -> float:
-    """Seconds to move experts with their states between iterations, ``[P]``; each goes in one hop."""
-    moved = moves_traffic(sources_P, devices_P, topology)
-    return profile.links.times(moved, profile.moved_bytes).seconds
+def moving_seconds(old: np.ndarray, new: np.ndarray, topology: Topology, profile: LayerProfile) -> float:
+    """Seconds to move experts, with their states, from old to new devices, integers of one shape.
+
+    They move between iterations, each in one hop.
+    """
+    moves = old != new
+    return profile.links.times(moves_traffic(old[moves], new[moves], topology), profile.moved_bytes).seconds
 
 
 @dataclass(frozen=True, eq=False)

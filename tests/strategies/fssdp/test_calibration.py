@@ -8,10 +8,10 @@ from megatron_fssdp.planning.cost.layer_seconds import PROB_BYTES
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer, two_level_transfer
-from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.fssdp.sparse_materialization import sparse_materialization
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.shipped_strategies import FssdpSettings
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import (
     brute_force_dispatch_DED,

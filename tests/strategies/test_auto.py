@@ -10,8 +10,8 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.auto import auto_strategy
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, select_by_seconds
+from megatron_fssdp.strategies import auto
+from megatron_fssdp.strategies.auto import AutoStrategy, select_by_seconds
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
@@ -58,7 +58,7 @@ def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools() -> None:
 
 def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each candidate plans from loads before an iteration, and is priced by that iteration's loads."""
-    monkeypatch.setattr(auto_strategy, "COMPARED_ITERATIONS", 2)
+    monkeypatch.setattr(auto, "COMPARED_ITERATIONS", 2)
     strategy = automatic()
     loads = [EVEN, HOT, HOT + EVEN, EVEN + 50 * np.arange(8), HOT]
     history = history_of(strategy, *loads)
