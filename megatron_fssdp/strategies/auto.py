@@ -37,18 +37,13 @@ LEAST_GAIN = 0.03
 class SelectionReport:
     """The result of one selection for all layers of a pipeline stage.
 
-    ``before`` has the strategy of each layer before the selection, by the layer's number, and ``selected``
-    the one since. The changes save ``saving_s`` modelled seconds of an iteration.
+    ``selected`` has the strategy of each layer by the layer's number, and ``changes`` the layers for which it
+    is a new one. They save ``saving_s`` modelled seconds of an iteration.
     """
 
-    before: dict[int, str]
     selected: dict[int, str]
+    changes: tuple[int, ...]
     saving_s: float
-
-    @property
-    def changes(self) -> tuple[int, ...]:
-        """Numbers of the layers that change their strategy."""
-        return tuple(layer for layer, name in self.selected.items() if name != self.before[layer])
 
     def describe(self) -> str:
         """A line for the log: which strategies are selected now."""
@@ -152,14 +147,14 @@ class AutoStrategy(Strategy[AutoSettings]):
         Ranks that share owners give equal results.
         """
         self._has_selected, names = True, list(self.candidates)
-        before = {layer: self.selected(layer) for layer in layers}
-        before_L = np.array([names.index(name) for name in before.values()])
+        before_L = np.array([names.index(self.selected(layer)) for layer in layers])
         selected_L = select_by_seconds(seconds_LC, before_L)
         (changed,) = np.nonzero(selected_L != before_L)
         saved_L = seconds_LC[changed, before_L[changed]] - seconds_LC[changed, selected_L[changed]]
         selected = {layer: names[index] for layer, index in zip(layers, selected_L, strict=True)}
-        self._selected.update((layer, name) for layer, name in selected.items() if name != before[layer])
-        return SelectionReport(before, selected, float(sum(saved_L)))
+        changes = tuple(layers[index] for index in changed)
+        self._selected.update((layer, selected[layer]) for layer in changes)
+        return SelectionReport(selected, changes, float(sum(saved_L)))
 
     def serves(self, name: str, context: LayerContext) -> bool:
         """Whether a candidate can serve a layer."""
@@ -171,8 +166,10 @@ class AutoStrategy(Strategy[AutoSettings]):
 
     def _price(self, name: str, context: LayerContext, history: LoadHistory) -> float:
         candidate = self._priced[name]
+        if not self.serves(name, context):
+            return np.inf
         try:
-            return self._seconds(candidate, context, history) if self.serves(name, context) else np.inf
+            return self._seconds(candidate, context, history)
         except Exception as error:
             if candidate.package == SHIPPED:
                 raise
@@ -184,11 +181,9 @@ class AutoStrategy(Strategy[AutoSettings]):
             return np.inf
 
     def _seconds(self, candidate: Strategy, context: LayerContext, history: LoadHistory) -> float:
-        times = context.costs.num_micro_batches
-        by_exchange = [context]
+        times, seconds, by_exchange = context.costs.num_micro_batches, [], [context]
         if self.travel.exchange == "by_price":
             by_exchange = [context.with_exchange(False), context.with_exchange(True)]
-        seconds = []
         # The oldest first: some candidates compare their plans of one iteration with the next one's counts.
         for age in reversed(range(min(COMPARED_ITERATIONS, len(history) - 1))):
             counts_DE = history.counts_DE(age)

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
-from megatron_fssdp.planning.dispatch.whole_tokens import WholeTokens, tokens_to_owners, whole_tokens
+from megatron_fssdp.planning.dispatch.whole_tokens import WholeTokens, whole_tokens
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -183,8 +183,6 @@ class LayerPlan:
 
     def whole_tokens(self, counts_DE: np.ndarray, topology: Topology, device: int) -> WholeTokens:
         """Whole pairs that a device sends and gets in a micro-batch with these counts, int64 ``[D, E]``."""
-        if self.dispatch_policy == "owner" and self.tokens_ED is None:
-            return tokens_to_owners(counts_DE, self.placement, device)
         quotas_ED = self.tokens_ED
         if quotas_ED is None:
             quotas_ED = self.dispatch(counts_DE, topology).whole_tokens_ED

@@ -21,12 +21,12 @@ from megatron_fssdp.strategies.fssdp.exact_plans import (
     corrected,
     of_micro_batch,
 )
-from megatron_fssdp.strategies.fssdp.heterogeneous_sharding import heterogeneous_sharding
-from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches
-from megatron_fssdp.strategies.fssdp.sparse_materialization import (
+from megatron_fssdp.strategies.fssdp.hecate_algorithms import (
     calibration_candidates,
+    heterogeneous_sharding,
     sparse_materialization,
 )
+from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches
 from megatron_fssdp.strategies.layer_plan import LastResults, LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import early_share, fastest, plan_price
 from megatron_fssdp.strategies.shipped_strategies import FssdpSettings, PlanSource
