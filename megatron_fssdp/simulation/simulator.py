@@ -172,7 +172,7 @@ def simulate(
     plans_s = 0.0
     if strategy.shares_plans and job.num_layers > 1:
         plans_s = -(-job.num_layers // job.num_devices) * host.before_gate_s
-        host = replace(host, before_gate_s=plans_s / job.num_layers)
+        host = host._replace(before_gate_s=plans_s / job.num_layers)
     prices = LayerPrices(cluster, cluster_links(cluster), job, topology, steps, host, plans_s)
     replayed = replay_strategy(
         *(strategy, counts_ILDE, topology, profile),

@@ -88,19 +88,10 @@ def test_the_hecate_planner_follows_algorithm_1(
     assert placement == wanted
 
 
-def measured(
-    non_moe_s: float = 1e-3, memory_capacity: int = 3, expert_flops_per_s: float = 1e9
-) -> LayerProfile:
+def measured(non_moe_s: float = 1e-3, memory_capacity: int = 3) -> LayerProfile:
     """Links of 1 MB/s and experts of 100 bytes: 10 experts travel in a millisecond."""
     link = LinkCost(1e-9, 1e-6)
-    return LayerProfile(
-        non_moe_s,
-        ClusterCost(link, link, expert_flops_per_s),
-        expert_bytes=100,
-        token_bytes=1,
-        flops_per_token=1e6,
-        memory_capacity=memory_capacity,
-    )
+    return LayerProfile(non_moe_s, ClusterCost(link, link, 1e9), 100, 1, 1e6, memory_capacity)
 
 
 CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
@@ -250,17 +241,10 @@ def test_transfers_are_split_where_the_compute_before_does_not_hide_them(
 ) -> None:
     """An expert of 1 MB takes 10 ms to each of three others, one after another."""
     link = LinkCost(0.0, 1e-8)
-    profile = LayerProfile(
-        non_moe_s=non_moe_s,
-        cluster=ClusterCost(link, link, expert_flops_per_s=1e6),
-        expert_bytes=1_000_000,
-        token_bytes=1000,
-        flops_per_token=1e4,
-        memory_capacity=2,
-    )
-    context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1), profile)
+    profile = LayerProfile(non_moe_s, ClusterCost(link, link, 1e6), 1_000_000, 1000, 1e4, memory_capacity=2)
+    context = dataclasses.replace(CONTEXT, profile=profile)
     history = LoadHistory(5, 4, 8)
-    history.append(hot_counts_DE(3)[:4, :8])
+    history.append(hot_counts_DE(3))
     model = STRATEGIES[name].settings
     plan = build_strategy(name, model.model_validate(settings)).before_gate(context, history)
     assert plan.placement.num_replicas
