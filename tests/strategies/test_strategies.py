@@ -20,19 +20,13 @@ from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.shipped_strategies import FssdpSettings
 from megatron_fssdp.strategies.strategy import Strategy
 from tests.drawn_examples import examples
-from tests.planning.placement_cases import random_counts_DE
+from tests.planning.placement_cases import owned_layers, random_counts_DE
 from tests.support.random_placement import plain_transfer, with_replicas
 
 PLACEMENT_STRATEGIES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
 
 
-@st.composite
-def layers(draw: st.DrawFn) -> LayerContext:
-    num_nodes, devices_per_node = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    topology = Topology.uniform(num_nodes * devices_per_node, num_nodes)
-    devices = st.integers(0, topology.num_devices - 1)
-    owner_E = np.array(draw(st.lists(devices, min_size=1, max_size=12)))
-    return LayerContext(draw(st.integers(1, 99)), owner_E, topology)
+LAYERS = owned_layers().map(lambda drawn: LayerContext(3, drawn[1], drawn[0]))
 
 
 def history_of(context: LayerContext, window: int, seeds: list[int]) -> LoadHistory:
@@ -46,7 +40,7 @@ seeds = st.lists(st.integers(0, 2**32 - 1), max_size=4)
 bounds = st.one_of(st.none(), st.integers(0, 12))
 
 
-@given(layers(), st.sampled_from(PLACEMENT_STRATEGIES), seeds)
+@given(LAYERS, st.sampled_from(PLACEMENT_STRATEGIES), seeds)
 @examples(60)
 def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
     context: LayerContext, name: str, seeds: list[int]
@@ -71,7 +65,7 @@ def hot_counts_DE(hot: int) -> np.ndarray:
     return counts_DE
 
 
-@given(context=layers(), seeds=seeds, slots=bounds, degree=bounds)
+@given(context=LAYERS, seeds=seeds, slots=bounds, degree=bounds)
 def test_the_hecate_planner_follows_algorithm_1(
     context: LayerContext, seeds: list[int], slots: int | None, degree: int | None
 ) -> None:
