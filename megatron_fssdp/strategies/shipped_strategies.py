@@ -257,14 +257,14 @@ class AutoSettings(ExchangeKeys):
 # readers can tell the colours apart.
 SHIPPED_STRATEGIES = (
     shipped(NoneSettings, None, "#7F7F7F", is_ranked=False),
-    shipped(EpSettings, "ep:EpStrategy", "#0072B2"),
+    shipped(EpSettings, "ep_strategy:EpStrategy", "#0072B2"),
     shipped(FssdpSettings, "fssdp.fssdp_strategy:FssdpStrategy", "#D55E00", is_candidate=True),
-    shipped(ProphetSettings, "prophet:ProphetStrategy", "#CC79A7"),
-    shipped(FastermoeSettings, "fastermoe:FastermoeStrategy", "#009E73"),
-    shipped(QuotaSettings, "quota:QuotaStrategy", "#AA4499"),
-    shipped(SmartmoeSettings, "smartmoe:SmartmoeStrategy", "#56B4E9"),
-    shipped(FlexmoeSettings, "flexmoe:FlexmoeStrategy", "#E69F00"),
+    shipped(ProphetSettings, "prophet_strategy:ProphetStrategy", "#CC79A7"),
+    shipped(FastermoeSettings, "fastermoe_strategy:FastermoeStrategy", "#009E73"),
+    shipped(QuotaSettings, "quota_strategy:QuotaStrategy", "#AA4499"),
+    shipped(SmartmoeSettings, "smartmoe_strategy:SmartmoeStrategy", "#56B4E9"),
+    shipped(FlexmoeSettings, "flexmoe_strategy:FlexmoeStrategy", "#E69F00"),
     # What is Parm's own is how tokens travel, which is the runtime's business; owners stay.
-    shipped(ParmSettings, "ep:EpStrategy", "#999933", is_ranked=False),
-    shipped(AutoSettings, "auto:build_auto", "#8C564B", is_ranked=False),
+    shipped(ParmSettings, "ep_strategy:EpStrategy", "#999933", is_ranked=False),
+    shipped(AutoSettings, "auto_strategy:build_auto", "#8C564B", is_ranked=False),
 )

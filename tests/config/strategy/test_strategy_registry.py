@@ -14,7 +14,7 @@ from megatron_fssdp.config.strategy.strategy_registry import (
     strategy_settings,
 )
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.strategies.ep import EpStrategy
+from megatron_fssdp.strategies.ep_strategy import EpStrategy
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.shipped_strategies import EpSettings, NoneSettings
 from megatron_fssdp.strategies.strategy import Strategy

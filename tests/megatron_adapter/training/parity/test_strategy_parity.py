@@ -15,7 +15,7 @@ from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.records.metrics import read_metrics
-from megatron_fssdp.strategies.auto import AutoStrategy
+from megatron_fssdp.strategies.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -56,16 +56,16 @@ ALL = {
 
 def cheap_links() -> None:
     from megatron_fssdp.runtime.layers import layer_profiling
-    from megatron_fssdp.strategies import auto, flexmoe, layer_planning, prophet
+    from megatron_fssdp.strategies import auto_strategy, flexmoe_strategy, layer_planning, prophet_strategy
     from megatron_fssdp.strategies.fssdp import fssdp_strategy
 
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: LinkSet(cost, cost, cost)
-    fssdp_strategy.early_share = prophet.early_share = lambda *_: 0.4
+    fssdp_strategy.early_share = prophet_strategy.early_share = lambda *_: 0.4
     layer_planning.in_steps = in_turns
-    auto.COMPARED_ITERATIONS = 0
-    auto.AutoStrategy.price = next_in_turn
-    prophet.PROPHET_BALANCE, flexmoe.FLEXMOE_THRESHOLD = 0.1, 1.01
+    auto_strategy.COMPARED_ITERATIONS = 0
+    auto_strategy.AutoStrategy.price = next_in_turn
+    prophet_strategy.PROPHET_BALANCE, flexmoe_strategy.FLEXMOE_THRESHOLD = 0.1, 1.01
 
 
 def cheap_links_and_hot_experts() -> None:

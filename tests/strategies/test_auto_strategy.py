@@ -6,8 +6,8 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, strategy_settings
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.strategies import auto
-from megatron_fssdp.strategies.auto import AutoStrategy, select_by_seconds
+from megatron_fssdp.strategies import auto_strategy
+from megatron_fssdp.strategies.auto_strategy import AutoStrategy, select_by_seconds
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
@@ -52,7 +52,7 @@ def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools() -> None:
 
 def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each candidate plans from loads before an iteration, and is priced by that iteration's loads."""
-    monkeypatch.setattr(auto, "COMPARED_ITERATIONS", 2)
+    monkeypatch.setattr(auto_strategy, "COMPARED_ITERATIONS", 2)
     strategy = automatic()
     loads = [EVEN, HOT, HOT + EVEN, EVEN + 50 * np.arange(8), HOT]
     history = history_of(strategy, *loads)

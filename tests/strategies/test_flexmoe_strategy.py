@@ -11,8 +11,8 @@ from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies import flexmoe
-from megatron_fssdp.strategies.flexmoe import FlexmoeStrategy
+from megatron_fssdp.strategies import flexmoe_strategy
+from megatron_fssdp.strategies.flexmoe_strategy import FlexmoeStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.strategies.shipped_strategies import FlexmoeSettings
 from tests.drawn_examples import examples
@@ -48,7 +48,7 @@ def test_there_are_no_replicas_where_they_cost_too_much_or_have_no_slots(
 ) -> None:
     dear = replace(PROFILE, owned_bytes=10**6 * MEGA)
     assert plan(owners_only(), HOT, profile=dear) == owners_only()
-    monkeypatch.setattr(flexmoe, "FLEXMOE_THRESHOLD", 1.5)
+    monkeypatch.setattr(flexmoe_strategy, "FLEXMOE_THRESHOLD", 1.5)
     before = with_replicas(owners_only(), [(2, 0)])
     assert plan(before, np.full((4, 4), 5)) == before, "loads are balanced"
 
@@ -66,7 +66,7 @@ def test_the_hot_expert_gets_a_replica_in_place_of_cold_ones() -> None:
 
 def test_replicas_migrate_to_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No device is overloaded; the gradient of a replica in the owner's node does not cross nodes."""
-    monkeypatch.setattr(flexmoe, "FLEXMOE_THRESHOLD", 9.0)
+    monkeypatch.setattr(flexmoe_strategy, "FLEXMOE_THRESHOLD", 9.0)
     links = ClusterCost(LinkCost(0, 0.0), LinkCost(0, 1e-6), expert_flops_per_s=1e9)
     before = with_replicas(owners_only(), [(0, 3)])
     slow = replace(PROFILE, cluster=links)
@@ -107,5 +107,5 @@ def test_a_plan_never_costs_more_than_doing_nothing(
 
 @pytest.mark.parametrize("most_steps", [0, 1])
 def test_the_number_of_steps_is_bounded(most_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flexmoe, "FLEXMOE_STEPS", most_steps)
+    monkeypatch.setattr(flexmoe_strategy, "FLEXMOE_STEPS", most_steps)
     assert plan(owners_only(), HOT).num_replicas == most_steps
