@@ -81,13 +81,7 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "cost": {"", "placement", "transfer", "dispatch"},
         "kernels": {"", "placement", "cost"},
     },
-    # One folder for each strategy; those on the right are built on others.
-    "strategies": {
-        "": set(),
-        **{name: {""} for name in ("none", "ep", "fssdp", "prophet", "fastermoe", "quota")},
-        **{name: {""} for name in ("flexmoe", "parm")},
-        **{name: {"", "ep"} for name in ("smartmoe", "auto")},
-    },
+    "strategies": {"": set(), "fssdp": {""}},
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}},
     "collectives": {"": set(), "sparse": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},

@@ -15,7 +15,7 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap, ResidentMap, S
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.decisions import StageLoads, moved_before
+from megatron_fssdp.strategies.layer_planning import StageLoads, moved_before
 
 MOMENTS = 2
 

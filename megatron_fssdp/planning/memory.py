@@ -3,17 +3,15 @@
 Counted is what lives longer than one kernel: parameters, gradients, optimizer states and transfers of the
 experts of one pipeline stage. Activations are not, nor what Megatron adds: a gradient of an owned expert on
 its way into ``main_grad``, and padding. Matrix products are assumed to add replicas' gradients to the sums;
-where autograd does, gradients of :data:`ADDED_BYTES` and one more tensor can wait for it. Everywhere,
-``held`` says how long the device holds replicas, and of which layers. An expert has ``expert_elements``
-parameters of ``dtype_bytes`` bytes each. Gradient sums over micro-batches are in fp32. ``messages`` is the
-rule by which transfers divide an expert.
+where autograd does, gradients of :data:`ADDED_BYTES` and one more tensor can wait for it. Gradient sums over
+micro-batches are in fp32. ``messages`` is the rule by which transfers divide an expert.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import cycle, islice
 
-from megatron_fssdp.planning.replica_life import HeldReplicas, ReplicaLife
+from megatron_fssdp.planning.replica_life import PipelineStage, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule
 
 FP32_BYTES = 4
@@ -30,6 +28,103 @@ RESERVE_FRACTION = 0.2
 
 It is for fragmentation, transfers of owned experts, and iterations that need more than the profiled one.
 """
+
+
+@dataclass(frozen=True)
+class HeldReplicas:
+    """How long a rank holds replicas, of which layers of its pipeline stage, and of which size.
+
+    Attributes:
+        expert_elements: Parameters of an expert, of ``dtype_bytes`` bytes each.
+        num_micro_batches: Number of micro-batches in an iteration, the largest that is still to come.
+        copy_bytes: Bytes of an element's quantized copies (fp8, fp4).
+    """
+
+    life: ReplicaLife
+    stage: PipelineStage
+    expert_elements: int
+    dtype_bytes: int
+    num_micro_batches: int = 1
+    copy_bytes: float = 0.0
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert's parameters."""
+        return self.expert_elements * self.dtype_bytes
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the fp32 sum of an expert's gradients."""
+        return self.expert_elements * FP32_BYTES
+
+    @property
+    def sends_fp32(self) -> bool:
+        """Whether gradients are sent in fp32: sums over micro-batches, and those of resident replicas."""
+        return self.life.sums_gradients(self.num_micro_batches) or self.life is ReplicaLife.RESIDENT
+
+    @property
+    def layers_with_weights(self) -> int:
+        """Most layers whose replicas' weights are there at once; with recomputation, an upper bound."""
+        if self.life is ReplicaLife.LAYER_PASS:
+            return min(self.stage.num_layers, 1)
+        # Of the lives that ``auto`` selects from, a micro-batch needs most memory.
+        if self.life in (ReplicaLife.MICRO_BATCH, ReplicaLife.SELECTED):
+            return self.stage.layers_in_flight(self.num_micro_batches)
+        return self.stage.num_layers
+
+    @property
+    def layers_with_copies(self) -> int:
+        """Most layers with quantized copies at once: those of their weights, or one for each pass in flight.
+
+        Transformer Engine saves copies for the backward pass, also if the weights are released in between.
+        """
+        if self.life is ReplicaLife.LAYER_PASS:
+            return self.stage.layers_in_flight(self.num_micro_batches)
+        return self.layers_with_weights
+
+    @property
+    def layers_with_sums(self) -> int:
+        """Number of layers whose replicas' gradients are kept in extra sums until the last micro-batch."""
+        # Resident replicas need no extra sums, because they sum gradients in their main_grad.
+        return self.stage.num_layers if self.sends_fp32 and self.life is not ReplicaLife.RESIDENT else 0
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights that one replica of each layer has, with their quantized copies."""
+        copy_bytes = self.layers_with_copies * self.copy_bytes
+        return int(self.expert_elements * (self.layers_with_weights * self.dtype_bytes + copy_bytes))
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of the gradient sums of one replica of each layer: of one layer, or of all."""
+        if self.life is ReplicaLife.RESIDENT:
+            return 0  # They are in its main_grad.
+        if self.layers_with_sums:
+            return self.layers_with_sums * self.sum_bytes
+        # More backward passes than announced may follow, so only lives of one pass have sums in its type.
+        may_sum = self.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED)
+        return min(self.stage.num_layers, 1) * (self.sum_bytes if may_sum else self.expert_bytes)
+
+    def buffers_bytes(self, received: int, experts: int, messages: MessageRule | None) -> int:
+        """Bytes of received gradients of replicas, and of the fp32 sums of the experts to which they belong.
+
+        The sums are in the memory of the gradients if those are in fp32. Nothing without ``messages``.
+        """
+        if messages is None or not received:
+            return 0
+        if self.sends_fp32:
+            return messages.buffered_bytes(self.sum_bytes, received)
+        wide_bytes = messages.buffered_bytes(self.expert_bytes, min(received, experts))
+        wide_bytes = wide_bytes * self.sum_bytes // self.expert_bytes
+        return messages.buffered_bytes(self.expert_bytes, received) + wide_bytes
+
+    def bytes_at_peak(self, replicas_L: Sequence[int]) -> int:
+        """Bytes of a device's replicas of each layer at the peak of an iteration, without buffers."""
+        most_first = sorted(replicas_L, reverse=True)
+        num_bytes = sum(most_first[: self.layers_with_weights]) * self.dtype_bytes
+        num_bytes += sum(most_first[: self.layers_with_sums]) * FP32_BYTES
+        copies = sum(islice(cycle(most_first), self.layers_with_copies))  # of several micro-batches
+        return int(self.expert_elements * (num_bytes + copies * self.copy_bytes))
 
 
 @dataclass(frozen=True)
@@ -102,15 +197,13 @@ def expert_memory(
     slots_per_device: int,
     replicas: Mapping[ReplicaLife, int],
     owned_per_layer: int,
-    expert_elements: int,
-    dtype_bytes: int,
     gradient_bytes: int,
     optimizer: ExpertOptimizer,
     expert_data_parallel_size: int,
     messages: MessageRule,
     most_received: int | None = None,
 ) -> ExpertMemory:
-    """Bytes of the experts of one rank; the module's text explains the other arguments.
+    """Bytes of the experts of one rank.
 
     A device owns ``slots_per_device`` experts in all layers of its pipeline stage, and at most
     ``owned_per_layer`` of one layer: E/D under Megatron's even map. It holds at most so many ``replicas`` of
@@ -118,30 +211,30 @@ def expert_memory(
     ``gradient_bytes``. It receives gradients of ``most_received`` replicas of one layer, by default the most
     that is possible: of each expert that it has, those of all children in the tree.
     """
-    expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
+    elements, expert_bytes = held.expert_elements, held.expert_bytes
     resident = held.stage.num_layers * replicas.get(ReplicaLife.RESIDENT, 0)
-    weights_bytes, gradients_bytes, buffers_bytes = 0, resident * expert_elements * gradient_bytes, 0
+    weights_bytes, gradients_bytes, buffers_bytes = 0, resident * elements * gradient_bytes, 0
     for life, number in replicas.items():
         one = replace(held, life=life)
-        weights_bytes += number * _weights_bytes(one, expert_elements, dtype_bytes)
-        gradients_bytes += number * _sums_bytes(one, expert_bytes, sum_bytes)
+        weights_bytes += number * one.weights_bytes
+        gradients_bytes += number * one.sums_bytes
         # A device sends no experts if there are no replicas.
         sent = owned_per_layer if number else 0
         received = MAX_CHILDREN * (sent + number) if most_received is None else most_received
-        received_bytes = _buffers_bytes(one, received, sent + number, expert_bytes, sum_bytes, messages)
+        received_bytes = one.buffers_bytes(received, sent + number, messages)
         if life is ReplicaLife.RESIDENT:
             # One layer's holders send gradients to the owners while another layer's owners send sums back.
-            received_bytes += 2 * (sent + number) * sum_bytes
+            received_bytes += 2 * (sent + number) * held.sum_bytes
         elif not one.sends_fp32 and one.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED):
             received_bytes += messages.buffered_bytes(expert_bytes, number)  # rounded to travel
         buffers_bytes = max(buffers_bytes, received_bytes)
     return ExpertMemory(
         slot_parameters_bytes=slots_per_device * expert_bytes,
-        slot_gradients_bytes=slots_per_device * expert_elements * gradient_bytes,
-        optimizer_bytes=optimizer.state_bytes(slots_per_device * expert_elements, expert_data_parallel_size),
+        slot_gradients_bytes=slots_per_device * elements * gradient_bytes,
+        optimizer_bytes=optimizer.state_bytes(slots_per_device * elements, expert_data_parallel_size),
         replica_parameters_bytes=weights_bytes,
         replica_gradients_bytes=gradients_bytes,
-        replica_optimizer_bytes=optimizer.state_bytes(resident * expert_elements, expert_data_parallel_size),
+        replica_optimizer_bytes=optimizer.state_bytes(resident * elements, expert_data_parallel_size),
         transfer_buffers_bytes=buffers_bytes,
     )
 
@@ -150,8 +243,6 @@ def memory_capacity(
     free_bytes: int,
     held: HeldReplicas,
     *,
-    expert_elements: int,
-    dtype_bytes: int,
     num_experts: int,
     owned_per_layer: int,
     messages: MessageRule | None,
@@ -167,29 +258,23 @@ def memory_capacity(
     free at the peak of an iteration without replicas. Without ``messages``, no buffers are counted for the
     gradients that a replica's device passes on.
     """
-    expert_bytes, sum_bytes = expert_elements * dtype_bytes, expert_elements * FP32_BYTES
     usable_bytes = max(free_bytes - int(free_bytes * RESERVE_FRACTION), 0)
     in_pass, num_layers = replace(held, life=ReplicaLife.LAYER_PASS), held.stage.num_layers
 
     def buffers_bytes(one: HeldReplicas, slots: int) -> int:
-        if messages is None or not slots:
-            return 0
-        return _buffers_bytes(one, MAX_CHILDREN * slots, slots, expert_bytes, sum_bytes, messages)
+        return one.buffers_bytes(MAX_CHILDREN * slots, slots, messages)
 
     def fitting(one: HeldReplicas, most_bytes: int) -> int:
-        slot_bytes = _weights_bytes(one, expert_elements, dtype_bytes)
-        slot_bytes += _sums_bytes(one, expert_bytes, sum_bytes)
+        slot_bytes = one.weights_bytes + one.sums_bytes
         # Buffers grow with the slots up to a bound.
         few = most_bytes // (slot_bytes + buffers_bytes(one, 1))
         many = (most_bytes - buffers_bytes(one, num_experts)) // slot_bytes
         return min(max(few, many, 0), num_experts)
 
     # A layer with passes keeps nothing. So where there is one, passes get what all others leave.
-    weights_bytes = _weights_bytes(held, expert_elements, dtype_bytes)
-    sums_bytes = _sums_bytes(held, expert_bytes, sum_bytes)
-    others_bytes = weights_bytes - weights_bytes // num_layers + sums_bytes
+    others_bytes = held.weights_bytes - held.weights_bytes // num_layers + held.sums_bytes
     if held.layers_with_sums:
-        others_bytes -= sums_bytes // num_layers
+        others_bytes -= held.sums_bytes // num_layers
 
     def passes_beside(kept: int) -> int:
         return fitting(in_pass, usable_bytes - kept * others_bytes - buffers_bytes(held, kept))
@@ -200,47 +285,6 @@ def memory_capacity(
     # A layer with replicas of micro-batches has no sums, which need no less than the weights.
     each = kept * num_layers // max(held.stage.layers_in_flight(held.num_micro_batches), num_layers)
     return most, (kept, passes_beside(kept), each)
-
-
-def held_replicas_bytes(
-    replicas_L: Sequence[int], held: HeldReplicas, *, expert_elements: int, dtype_bytes: int
-) -> int:
-    """Bytes of a device's replicas of each layer at the peak of an iteration, without transfers' buffers."""
-    most_first = sorted(replicas_L, reverse=True)
-    num_bytes = sum(most_first[: held.layers_with_weights]) * dtype_bytes
-    num_bytes += sum(most_first[: held.layers_with_sums]) * FP32_BYTES
-    copies = sum(islice(cycle(most_first), held.layers_with_copies))  # of several micro-batches
-    return int(expert_elements * (num_bytes + copies * held.copy_bytes))
-
-
-def _weights_bytes(held: HeldReplicas, expert_elements: int, dtype_bytes: int) -> int:
-    """Bytes of the weights that one replica of each layer has, with their quantized copies."""
-    copy_bytes = held.layers_with_copies * held.copy_bytes
-    return int(expert_elements * (held.layers_with_weights * dtype_bytes + copy_bytes))
-
-
-def _sums_bytes(held: HeldReplicas, expert_bytes: int, sum_bytes: int) -> int:
-    """Bytes of the gradient sums of one replica of each layer: of one layer, or of all."""
-    if held.life is ReplicaLife.RESIDENT:
-        return 0  # They are in its main_grad.
-    if held.layers_with_sums:
-        return held.layers_with_sums * sum_bytes
-    # More backward passes than announced may follow, so only lives of one pass have sums in its data type.
-    may_sum = held.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED)
-    return min(held.stage.num_layers, 1) * (sum_bytes if may_sum else expert_bytes)
-
-
-def _buffers_bytes(
-    held: HeldReplicas, received: int, experts: int, expert_bytes: int, sum_bytes: int, messages: MessageRule
-) -> int:
-    """Bytes of received gradients of replicas, and of the fp32 sums of the experts to which they belong.
-
-    The sums are in the memory of the gradients if those are in fp32.
-    """
-    if held.sends_fp32:
-        return messages.buffered_bytes(sum_bytes, received)
-    wide_bytes = messages.buffered_bytes(expert_bytes, min(received, experts)) * sum_bytes // expert_bytes
-    return messages.buffered_bytes(expert_bytes, received) + wide_bytes
 
 
 def _readable(num_bytes: int) -> str:

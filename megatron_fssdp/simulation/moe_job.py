@@ -22,8 +22,8 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, HostCosts
 from megatron_fssdp.planning.cost.layer_profile import measured_messages
 from megatron_fssdp.planning.cost.link_seconds import cluster_cost
-from megatron_fssdp.planning.memory import FP32_BYTES, ExpertOptimizer
-from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
+from megatron_fssdp.planning.memory import FP32_BYTES, ExpertOptimizer, HeldReplicas
+from megatron_fssdp.planning.replica_life import PipelineStage, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule
 from megatron_fssdp.simulation.dense_messages import DenseMessages
 from megatron_fssdp.simulation.layout import StageLayers, stages_of
@@ -131,7 +131,8 @@ class MoeJob:
 
     def held_replicas(self, life: ReplicaLife) -> HeldReplicas:
         """How long, and of which layers of the stage, a device holds replicas."""
-        return HeldReplicas(life, self.stage, self.num_micro_batches)
+        sizes = self.expert_elements, self.dtype_bytes
+        return HeldReplicas(life, self.stage, *sizes, self.num_micro_batches)
 
 
 def job_of_run(run: RunConfig, stage: StageLayers | None = None) -> MoeJob:

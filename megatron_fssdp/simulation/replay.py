@@ -16,10 +16,14 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.auto.auto_strategy import selecting
-from megatron_fssdp.strategies.decisions import StageLoads, moved_before
+from megatron_fssdp.strategies.auto_strategy import selecting
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
+from megatron_fssdp.strategies.layer_planning import (
+    StageLoads,
+    moved_before,
+    plan_after_gate,
+    plan_before_gate,
+)
 from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, Strategy
 
 OnPlan = Callable[[int, int, LayerPlan], None]

@@ -20,7 +20,7 @@ from megatron_fssdp.planning.cost.link_seconds import (
     cluster_links,
     topology_of,
 )
-from megatron_fssdp.planning.memory import FP32_BYTES, ExpertMemory, expert_memory, memory_capacity
+from megatron_fssdp.planning.memory import ExpertMemory, expert_memory, memory_capacity
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.simulation.lanes import PARTS, Lanes
@@ -28,8 +28,8 @@ from megatron_fssdp.simulation.layer_record import IterationRecord, LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, replay_strategy, warm_up_iterations
 from megatron_fssdp.simulation.workloads import counts_of_shares
-from megatron_fssdp.strategies.ep import EpSettings
 from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.shipped_strategies import EpSettings
 from megatron_fssdp.strategies.strategy import Strategy
 from megatron_fssdp.systems.system_list import SYSTEMS
 
@@ -172,7 +172,7 @@ def simulate(
     plans_s = 0.0
     if strategy.shares_plans and job.num_layers > 1:
         plans_s = -(-job.num_layers // job.num_devices) * host.before_gate_s
-        host = replace(host, before_gate_s=plans_s / job.num_layers)
+        host = host._replace(before_gate_s=plans_s / job.num_layers)
     prices = LayerPrices(cluster, cluster_links(cluster), job, topology, steps, host, plans_s)
     replayed = replay_strategy(
         *(strategy, counts_ILDE, topology, profile),
@@ -257,8 +257,6 @@ def layer_profile(
         capacity, mixed_capacity = memory_capacity(
             max(0, int(cluster.memory_bytes - without.total_bytes)),
             held,
-            expert_elements=job.expert_elements,
-            dtype_bytes=job.dtype_bytes,
             num_experts=job.num_experts,
             owned_per_layer=-(-job.num_experts // job.num_devices),
             messages=job.messages(cluster) if job.on_cuda else None,
@@ -271,7 +269,7 @@ def layer_profile(
         flops_per_token=job.expert_flops_per_token,
         memory_capacity=capacity,
         mixed_capacity=mixed_capacity,
-        gradient_bytes=job.expert_elements * FP32_BYTES if held.sends_fp32 else job.expert_bytes,
+        gradient_bytes=held.sum_bytes if held.sends_fp32 else job.expert_bytes,
         num_micro_batches=job.num_micro_batches,
         owned_bytes=job.owned_bytes,
         messages=job.messages(cluster),
@@ -315,8 +313,6 @@ def device_memory(
         slots_per_device=-(-job.num_layers * job.num_experts // job.num_devices),
         replicas={life: replicas for life, replicas in most.items() if replicas},
         owned_per_layer=owned,
-        expert_elements=job.expert_elements,
-        dtype_bytes=job.dtype_bytes,
         gradient_bytes=job.gradient_bytes,
         optimizer=job.optimizer,
         expert_data_parallel_size=job.expert_data_parallel_size,

@@ -4,6 +4,7 @@ Shape letters: D devices, E experts, L MoE layers.
 """
 
 import hashlib
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,11 +14,11 @@ import numpy as np
 from megatron_fssdp.planning.arrays import frozen_array
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy, TokenDispatch, plan_dispatch
-from megatron_fssdp.planning.dispatch.whole_tokens import WholeTokens, tokens_to_owners, whole_tokens
+from megatron_fssdp.planning.dispatch.whole_tokens import WholeTokens, whole_tokens
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +128,10 @@ class LayerPlan:
         if not 0 <= self.early <= 1:
             raise ValueError(f"early is {self.early}: wanted a share from 0 to 1")
 
+    def placed(self, placement: ExpertPlacement, context: LayerContext) -> "LayerPlan":
+        """This plan with another placement, and the two-level transfer to it."""
+        return replace(self, placement=placement, transfer=two_level_transfer(placement, context.topology))
+
     @property
     def life(self) -> ReplicaLife:
         """How long the plan's replicas stay on their devices."""
@@ -178,36 +183,29 @@ class LayerPlan:
 
     def whole_tokens(self, counts_DE: np.ndarray, topology: Topology, device: int) -> WholeTokens:
         """Whole pairs that a device sends and gets in a micro-batch with these counts, int64 ``[D, E]``."""
-        if self.dispatch_policy == "owner" and self.tokens_ED is None:
-            return tokens_to_owners(counts_DE, self.placement, device)
         quotas_ED = self.tokens_ED
         if quotas_ED is None:
             quotas_ED = self.dispatch(counts_DE, topology).whole_tokens_ED
         return whole_tokens(counts_DE, quotas_ED, topology, device)
 
 
-class LastPlans:
-    """Each layer's last plan of a pure function, which is also the next one if its arguments are equal.
+class LastResults[Result]:
+    """Each layer's last result of a pure function, which is also the next one if its arguments are equal.
 
-    So what follows from the plan needs no second computation either.
+    So what follows from a plan needs no second computation either.
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[LayerContext, LayerPlan | None, np.ndarray, LayerPlan]] = {}
+        self._last: dict[int, tuple[tuple[object, ...], np.ndarray, Result]] = {}
 
     def of(
-        self,
-        context: LayerContext,
-        plan: LayerPlan | None,
-        numbers: np.ndarray,
-        make: Callable[[], LayerPlan],
-    ) -> LayerPlan:
-        """The plan that ``make`` makes of some numbers, such as counts, and another plan if there is one."""
-        known = self._last.get(context.layer)
+        self, layer: int, same: tuple[object, ...], numbers: np.ndarray, make: Callable[[], Result]
+    ) -> Result:
+        """What ``make`` makes of the ``same`` objects, and of equal numbers, such as counts."""
+        known = self._last.get(layer)
         if known is None or not (
-            known[0] is context
-            and known[1] is plan
-            and (known[2] is numbers or np.array_equal(known[2], numbers))
+            all(map(operator.is_, known[0], same))
+            and (known[1] is numbers or np.array_equal(known[1], numbers))
         ):
-            known = self._last[context.layer] = context, plan, frozen_array(numbers, numbers.dtype), make()
-        return known[3]
+            known = self._last[layer] = same, frozen_array(numbers, numbers.dtype), make()
+        return known[2]

@@ -1,14 +1,19 @@
-"""Where every plan is made: what the strategy answers, how its tokens travel, and whether it may.
+"""Where strategies are asked: for every plan, and for what moves between two iterations.
+
+Trainings, the simulator and the testbed ask here, and carry it out in their ways. A plan is checked, and gets
+how its tokens travel.
 
 Whether tokens travel in FasterMoE's steps (§4.2) or by the deduplicated exchange is decided before the gate,
 for all passes of the iteration. Where price decides, both ways are priced under the forecast of the loads.
 Without measured costs or a forecast, tokens travel in Megatron's way. So they do if Megatron's dispatcher
 sends each token once itself.
 
-Shape letters: D devices, E experts.
+Shape letters: L MoE layers, D devices, E experts.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,10 +21,12 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.planning.cost.layer_seconds import exchange_times
 from megatron_fssdp.planning.cost.link_seconds import SteppedExchange
 from megatron_fssdp.planning.loads import LoadHistory
+from megatron_fssdp.planning.placement.owner_map import OwnerMap
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
-from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
+from megatron_fssdp.strategies.strategy import MovesOwners, ResidentReplicas, Strategy, mistakes_named
 
 LEAST_GAIN = 0.08
 """Share of a layer's modelled seconds that the deduplicated exchange must save.
@@ -125,3 +132,42 @@ def _check(strategy: Strategy, context: LayerContext, plan: LayerPlan) -> None:
         f"{what}: got a plan with {plan.placement.num_replicas} replicas, wanted {wanted}: change the plan "
         "or declare the ability"
     )
+
+
+class StageLoads(NamedTuple):
+    """The layers of a pipeline stage, and the sums of their latest loads, float or int64 ``[L, D, E]``.
+
+    The sums are over ``num_iterations`` of all ranks with copies of the same experts.
+    """
+
+    contexts: Sequence[LayerContext]
+    total_LDE: np.ndarray
+    num_iterations: int
+
+    @classmethod
+    def of(cls, contexts: Sequence[LayerContext], histories: Sequence[LoadHistory]) -> "StageLoads":
+        """The loads of layers whose experts have no copies."""
+        total_LDE = np.stack([history.total_DE() for history in histories])
+        return cls(contexts, total_LDE, max(len(histories[0]), 1))
+
+
+def moved_before(
+    strategy: Strategy, iteration: int, loads: Callable[[], StageLoads], owners: OwnerMap
+) -> OwnerMap | list[ExpertPlacement] | None:
+    """New owners, or placements of resident replicas, after ``iteration`` complete iterations.
+
+    ``None`` if it is not the turn of either; ``loads`` are asked for in turn only.
+
+    Raises:
+        ConfigurationError: A strategy of another package failed.
+    """
+    if isinstance(strategy, MovesOwners) and strategy.moves_owners and strategy.reshards_at(iteration):
+        contexts, total_LDE, num_iterations = loads()
+        with mistakes_named(strategy, "reshard"):
+            return strategy.reshard(contexts, total_LDE.sum(axis=1) / num_iterations, owners)
+    if isinstance(strategy, ResidentReplicas) and strategy.replicates_at(iteration):
+        contexts, total_LDE, num_iterations = loads()
+        with mistakes_named(strategy, "replicate"):
+            mean_LDE = total_LDE / num_iterations
+            return [strategy.replicate(*layer) for layer in zip(contexts, mean_LDE, strict=True)]
+    return None

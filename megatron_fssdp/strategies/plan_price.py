@@ -10,10 +10,8 @@ import numpy as np
 from megatron_fssdp.planning.compiled_form import kernel
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD
 from megatron_fssdp.planning.cost.deduplicated_traffic import expected_hops, hops_traffic
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, layer_costs, moving_seconds, transfer_times
+from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, layer_costs, transfer_times
 from megatron_fssdp.planning.cost.link_seconds import NO_TRANSFER, gather_counts_s, transfer_traffic
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, additional_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
@@ -76,12 +74,6 @@ def fastest(
         return plan_price(plan, counts_DE, context, num_micro_batches=times, planned=planned).seconds
 
     return min(plans, key=seconds)
-
-
-def exchange_s(old_E: np.ndarray, new_E: np.ndarray, profile: LayerProfile, topology: Topology) -> float:
-    """Seconds to move experts, with their states, from old to new owners, integers ``[E]`` or ``[L, E]``."""
-    moves = old_E != new_E
-    return moving_seconds(old_E[moves], new_E[moves], topology, profile)
 
 
 def early_share(transfer: TransferPlan, num_pairs: float, context: LayerContext) -> float:

@@ -30,7 +30,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_ow
 from megatron_fssdp.planning.placement.topology import GroupRing, Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.layer_plan import LastPlans, LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LastResults, LayerContext, LayerPlan
 
 
 class Strategy[Settings: PlacementSettings](ABC):
@@ -114,6 +114,11 @@ class Strategy[Settings: PlacementSettings](ABC):
         """The limits that follow from a layer's profile, for the log."""
         return f"at most {self.slots(context)} replicas of a layer on a device"
 
+    def plan_of(self, placement: ExpertPlacement, context: LayerContext, **more: Any) -> LayerPlan:
+        """The plan with this placement, a two-level transfer, and more fields of :class:`LayerPlan`."""
+        transfer = two_level_transfer(placement, context.topology)
+        return LayerPlan(placement, transfer, gather_ahead=self.overlaps, **more)
+
     @abstractmethod
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """Plan a layer's iteration from the loads of the iterations before it; the first one has none."""
@@ -189,7 +194,7 @@ class MeasuredReplicas[Settings: SlotKeys](Strategy[Settings]):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.profile_iterations, self.overlaps = profile_iterations(), settings.overlap
-        self._plans = LastPlans()
+        self._plans = LastResults[LayerPlan]()
 
     def slots(self, context: LayerContext) -> int:
         """Most replicas of a layer on a device: given or measured; before that, as many as it owns."""
@@ -206,11 +211,6 @@ class MeasuredReplicas[Settings: SlotKeys](Strategy[Settings]):
         in_pass = f", or {by_life[ReplicaLife.LAYER_PASS]} for a pass" if len(by_life) > 1 else ""
         return f"slots m = {by_life[self.replica_life]}{in_pass} ({origin})"
 
-    def plan_of(self, placement: ExpertPlacement, context: LayerContext, **more: Any) -> LayerPlan:
-        """The plan with this placement, a two-level transfer, and more fields of :class:`LayerPlan`."""
-        transfer = two_level_transfer(placement, context.topology)
-        return LayerPlan(placement, transfer, gather_ahead=self.settings.overlap, **more)
-
 
 class ReplicasAfterGate[Settings: SlotKeys](MeasuredReplicas[Settings]):
     """Selects the replicas of every micro-batch after the gate, from its exact counts."""
@@ -220,6 +220,25 @@ class ReplicasAfterGate[Settings: SlotKeys](MeasuredReplicas[Settings]):
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """A plan without replicas, because the exact counts are not known before the gate."""
         return LayerPlan.owners_only(context, each_micro_batch=True)
+
+    def after_gate(
+        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
+    ) -> LayerPlan:
+        """:meth:`exact_plan` for the counts of this micro-batch, as soon as costs are measured."""
+        if context.profile is None:
+            return plan
+        return self._plans.of(
+            context.layer, (context, plan), counts_DE, lambda: self.exact_plan(context, counts_DE, plan)
+        )
+
+    @abstractmethod
+    def exact_plan(self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan) -> LayerPlan:
+        """The plan for the counts ``[D, E]`` of one micro-batch, or ``plan``, which has no replicas."""
+
+    def plan_by_quotas(self, tokens_ED: np.ndarray, context: LayerContext) -> LayerPlan:
+        """The plan in which each device computes so many pairs of each expert, int64 ``[E, D]``."""
+        placement = ExpertPlacement(context.owner_E, context.placement.present_ED | (tokens_ED > 0))
+        return self.plan_of(placement, context, each_micro_batch=True, tokens_ED=tokens_ED)
 
 
 @contextmanager

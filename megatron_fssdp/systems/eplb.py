@@ -14,10 +14,9 @@ from megatron_fssdp.config.loading import setting
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
-from megatron_fssdp.strategies.flexmoe import FlexmoeSettings
-from megatron_fssdp.strategies.flexmoe.flexmoe_strategy import FlexmoeStrategy
+from megatron_fssdp.strategies.flexmoe_strategy import FlexmoeStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.shipped_strategies import FlexmoeSettings
 
 
 class EplbKeys(FlexmoeSettings):
@@ -66,9 +65,7 @@ class EplbSystem(FlexmoeStrategy):
 
     def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
         """A plan with the present copies."""
-        placement = context.placement
-        transfer, ahead = two_level_transfer(placement, context.topology), self.settings.overlap
-        return LayerPlan(placement, transfer, gather_ahead=ahead, resident=True, each_micro_batch=True)
+        return self.plan_of(context.placement, context, resident=True, each_micro_batch=True)
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int

@@ -7,14 +7,13 @@ below take owners and pairs of experts, ``[E]``, and give int64 ``[E, D]``. Ties
 Shape letters: D devices, E experts.
 """
 
-from abc import abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 
 from megatron_fssdp.config.loading import setting
 from megatron_fssdp.config.strategy.strategy_settings import SlotKeys
 from megatron_fssdp.planning.loads import max_over_mean
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import ReplicasAfterGate
@@ -29,62 +28,35 @@ class UltraepKeys(SlotKeys):
 
 
 class ExactCounts(ReplicasAfterGate[SlotKeys]):
-    """Divides the pairs of every micro-batch among the devices, whatever that costs."""
+    """Divides the pairs of every micro-batch among the devices by a planner, whatever that costs.
 
-    @abstractmethod
-    def tokens_ED(self, context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
-        """Pairs of each expert that each device computes, int64 ``[E, D]``."""
+    The planner gets a layer, the pairs of its experts ``[E]`` and the most replicas of a device.
+    """
+
+    def __init__(
+        self, settings: SlotKeys, planner: Callable[[LayerContext, np.ndarray, int], np.ndarray]
+    ) -> None:
+        super().__init__(settings)
+        self._planner = planner
+
+    def exact_plan(self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan) -> LayerPlan:
+        """The plan for the counts of this micro-batch."""
+        tokens_ED = self._planner(context, counts_DE.sum(axis=0), self.slots(context))
+        return self.plan_by_quotas(tokens_ED, context)
 
     def after_gate(
         self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
     ) -> LayerPlan:
-        """The plan for the counts of this micro-batch."""
-        tokens_ED = self.tokens_ED(context, counts_DE)
-        placement = ExpertPlacement(context.owner_E, plan.placement.present_ED | (tokens_ED > 0))
-        return self.plan_of(placement, context, each_micro_batch=True, tokens_ED=tokens_ED)
-
-
-class UltraepSystem(ExactCounts):
-    """Lowest ceiling of loads, replicas in the owner's node (arXiv 2606.04101, Dots-Infra/UltraEP).
-
-    Assumed: a node is an NVLink domain; the second search of its kernel, for slots that are scarce, has no
-    least number of pairs of a replica (1,024 there).
-    """
-
-    def tokens_ED(self, context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
-        """Pairs of each expert that each device computes, int64 ``[E, D]``."""
-        layer = context.owner_E, counts_DE.sum(axis=0), context.topology
-        return quotas_in_nodes(*layer, slots=self.slots(context))
-
-
-class MoonepSystem(ExactCounts):
-    """Equal rows on all devices, however skewed the routing is (github.com/MoonshotAI/MoonEP).
-
-    Assumed: planning, whose overhead it calls negligible, takes no time; replicas may cross nodes.
-    """
-
-    def tokens_ED(self, context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
-        """Pairs of each expert that each device computes, int64 ``[E, D]``."""
-        return equal_rows(context.owner_E, counts_DE.sum(axis=0), context.num_devices)
-
-
-class LlepSystem(ExactCounts):
-    """Least-loaded expert parallelism (arXiv 2601.17111, SalesforceAIResearch/LeastLoadedEP).
-
-    λ, α and m are those of the example in its README. Assumed: planning takes no time.
-    """
-
-    def tokens_ED(self, context: LayerContext, counts_DE: np.ndarray) -> np.ndarray:
-        """Pairs of each expert that each device computes, int64 ``[E, D]``."""
-        layer = context.owner_E, counts_DE.sum(axis=0), context.num_devices
-        return least_loaded(*layer, threshold=1.3, factor=1.0, fewest=1024)
+        """:meth:`exact_plan`, also before costs are measured."""
+        return self.exact_plan(context, counts_DE, plan)
 
 
 def quotas_in_nodes(owner_E: np.ndarray, load_E: np.ndarray, topology: Topology, *, slots: int) -> np.ndarray:
-    """UltraEP: the lowest ceiling of device loads in each node, with replicas only in the owner's node.
+    """UltraEP: the lowest ceiling of loads in each node, with replicas only in the owner's node.
 
-    A device has at most ``slots`` replicas. Ceilings begin 1 % above the mean, and the search ends when it is
-    that close.
+    (arXiv 2606.04101, Dots-Infra/UltraEP.) A device has at most ``slots`` replicas. Ceilings begin 1 % above
+    the mean, and the search ends when it is that close. Assumed: a node is an NVLink domain; the second
+    search of its kernel, for slots that are scarce, has no least number of pairs of a replica (1,024 there).
     """
     tokens_ED = _at_owners(owner_E, load_E, topology.num_devices)
     for devices in map(list, topology.devices_by_node):
@@ -130,11 +102,13 @@ def _below(
 
 
 def equal_rows(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -> np.ndarray:
-    """MoonEP: every device computes equally many pairs, with as many replicas as that takes.
+    """MoonEP: every device computes equally many pairs, however skewed the routing is.
 
-    The most overloaded owner fills the emptiest device until all are equal, so a device gets experts of one
-    other owner at most. An owner gives its most loaded expert to the device with the largest claim. If the
-    devices do not divide the pairs, some have one more.
+    (github.com/MoonshotAI/MoonEP.) There are as many replicas as that takes, which may cross nodes. Planning,
+    whose overhead it calls negligible, is assumed to take no time. The most overloaded owner fills the
+    emptiest device until all are equal, so a device gets experts of one other owner at most. An owner gives
+    its most loaded expert to the device with the largest claim. If the devices do not divide the pairs, some
+    have one more.
     """
     tokens_ED = _at_owners(owner_E, load_E, num_devices)
     wanted_D = np.diff(np.arange(num_devices + 1) * tokens_ED.sum() // num_devices)
@@ -155,16 +129,18 @@ def equal_rows(owner_E: np.ndarray, load_E: np.ndarray, num_devices: int) -> np.
 
 
 def least_loaded(
-    owner_E: np.ndarray, load_E: np.ndarray, num_devices: int, *, threshold: float, factor: float, fewest: int
+    owner_E: np.ndarray, load_E: np.ndarray, num_devices: int, *, threshold: float = 1.3, fewest: int = 1024
 ) -> np.ndarray:
-    """LLEP: what an owner has above ``factor`` times the mean load spills to the least loaded devices.
+    """LLEP: what an owner has above the mean load (α = 1) spills to the least loaded devices.
 
-    Nothing does below a max/mean device load of ``threshold``. Experts spill in the order of their
-    loads, the highest first. Parts of fewer than ``fewest`` pairs are not spilled, unless nothing else is
-    left. If no device has room, the least loaded other one takes the rest.
+    (arXiv 2601.17111, SalesforceAIResearch/LeastLoadedEP.) λ (``threshold``), α and m (``fewest``) are those
+    of the example in its README; planning is assumed to take no time. Nothing spills below a max/mean device
+    load of λ. Experts spill in the order of their loads, the highest first. Parts of fewer than m pairs are
+    not spilled, unless nothing else is left. If no device has room, the least loaded other one takes the
+    rest.
     """
     tokens_ED = _at_owners(owner_E, load_E, num_devices)
-    load_D, most = tokens_ED.sum(axis=0), max(int(factor * (load_E.sum() // num_devices)), 1)
+    load_D, most = tokens_ED.sum(axis=0), max(int(load_E.sum() // num_devices), 1)
     spills = num_devices > 1 and max_over_mean(load_D) >= threshold
     for expert in np.argsort(-load_E, kind="stable") if spills else ():
         owner = owner_E[expert]

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import LayerPrice, transfer_times
-from megatron_fssdp.planning.cost.link_seconds import BusiestLinks, transfer_traffic
+from megatron_fssdp.planning.cost.layer_seconds import LayerPrice
+from megatron_fssdp.planning.cost.link_seconds import BusiestLinks
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 
@@ -63,19 +63,16 @@ def random_counts_DE(seed, num_devices, num_experts, most=40):
     return rng.poisson(popularity_E * most / 4, size=(num_devices, num_experts)).astype(np.int64)
 
 
-def brute_force_dispatch_DED(counts_DE, placement, topology, *, whole=True):
-    """The dispatch tensor from the definition: of whole tokens, or of the fractions that prices count."""
+def brute_force_dispatch_DED(counts_DE, placement, topology):
+    """The dispatch tensor of whole tokens, from the definition."""
     num_devices, num_experts = counts_DE.shape
-    dispatch = np.zeros((num_devices, num_experts, num_devices), dtype=np.int64 if whole else np.float64)
+    dispatch = np.zeros((num_devices, num_experts, num_devices), dtype=np.int64)
     for source in range(num_devices):
         for expert in range(num_experts):
             holders = [d for d in range(num_devices) if placement.present_ED[expert, d]]
             node = topology.node_of_device[source]
             near = [d for d in holders if topology.node_of_device[d] == node]
             chosen = [source] if source in holders else near or holders
-            if not whole:
-                dispatch[source, expert, chosen] = counts_DE[source, expert] / len(chosen)
-                continue
             share, rest = divmod(int(counts_DE[source, expert]), len(chosen))
             for holder in chosen:
                 dispatch[source, expert, holder] += share
@@ -97,14 +94,6 @@ def placement_price(
     plan = LayerPlan(placement, two_level_transfer(placement, topology), **ways)
     context = LayerContext(1, placement.owner_E, topology, profile)
     return plan_price(plan, counts_DE, context, num_micro_batches=profile.num_micro_batches)
-
-
-def transfer_seconds(
-    transfer: TransferPlan, expert_bytes: int, topology: Topology, profile: LayerProfile
-) -> float:
-    """Seconds of a plan's SparseAllGather, or of its transpose, with the link costs of a profile."""
-    traffic = transfer_traffic(transfer, topology)
-    return float(transfer_times(profile.links, traffic, expert_bytes, profile.messages).seconds)
 
 
 def pairs_traffic(traffic_DD: np.ndarray, topology: Topology) -> BusiestLinks:

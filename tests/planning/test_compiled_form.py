@@ -16,14 +16,13 @@ from megatron_fssdp.planning.dispatch import token_dispatch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
-from megatron_fssdp.strategies import plan_price
-from megatron_fssdp.strategies.prophet import prophet_planner
+from megatron_fssdp.strategies import plan_price, prophet_strategy
 from tests.drawn_examples import examples
 from tests.support.python_process import python_output
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
 
-USERS = (plan_price, quotas, search, prophet_planner, token_dispatch, transfer_plan)
+USERS = (plan_price, quotas, search, prophet_strategy, token_dispatch, transfer_plan)
 needs_compiled = pytest.mark.skipif(
     kernel_form() != "compiled", reason=f"planning kernels: {kernel_form()}; nothing to compare with"
 )
@@ -49,9 +48,9 @@ def plans(
         placement, seconds = layer.best_placement(slots=2, most_replicated=owner_E.size)
         by_load = search.plan_materialization(owner_E, counts_DE, topology, overlap_degree=3, slots=2)
         price = placement_price(counts_DE, placement, topology, PROFILE, ReplicaLife.LAYER_PASS)
-        model = prophet_planner.ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)
+        model = prophet_strategy.ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)
         of_layer = (owner_E, counts_DE, model, [0])
-        prophets = prophet_planner.greedy_placements(*of_layer, balance=0.5, slots=2)
+        prophets = prophet_strategy.greedy_placements(*of_layer, balance=0.5, slots=2)
         exact = token_dispatch.plan_dispatch("exact", counts_DE, placement, topology)
         return [
             exact.tokens_ED.tolist(),

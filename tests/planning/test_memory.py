@@ -1,33 +1,26 @@
 from dataclasses import astuple, replace
-from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.memory import (
-    ExpertOptimizer,
-    expert_memory,
-    held_replicas_bytes,
-    memory_capacity,
-)
-from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
+from megatron_fssdp.planning import memory as planned
+from megatron_fssdp.planning.memory import ExpertOptimizer, HeldReplicas, expert_memory, memory_capacity
+from megatron_fssdp.planning.replica_life import PipelineStage, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import FixedMessages, PipelinedMessages
 
 
-def held(life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=(3,), **place):
-    """Three layers without a pipeline."""
-    return HeldReplicas(life, PipelineStage(layers, **place), num_micro_batches)
+def held(life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=(3,), elements=100, **place):
+    """Three layers without a pipeline, 100 elements an expert in bf16."""
+    return HeldReplicas(life, PipelineStage(layers, **place), elements, 2, num_micro_batches)
 
 
-# 3 layers, 6 slots (2 experts a layer), 100 elements an expert, bf16 with fp32 gradients.
+# 3 layers, 6 slots (2 experts a layer), with fp32 gradients.
 HALF = {
     "held": held(),
     "slots_per_device": 6,
     "replicas": {ReplicaLife.ITERATION: 4},
     "owned_per_layer": 2,
-    "expert_elements": 100,
-    "dtype_bytes": 2,
     "gradient_bytes": 4,
     "optimizer": ExpertOptimizer(has_master_weights=True),
     "expert_data_parallel_size": 1,
@@ -43,7 +36,7 @@ def test_bytes_of_owned_experts_equal_those_worked_out_by_hand():
     assert (memory.transfer_buffers_bytes, memory.expert_parallelism_bytes) == (6800, 10800)
     assert memory.above_expert_parallelism_bytes == 2400 + 1600 + 6800
     assert memory.total_bytes == 21600
-    full = expert_memory(**{**HALF, "dtype_bytes": 4, "optimizer": ExpertOptimizer()})
+    full = expert_memory(**{**HALF, "held": replace(held(), dtype_bytes=4), "optimizer": ExpertOptimizer()})
     assert full.slot_parameters_bytes == full.slot_gradients_bytes == 6 * 400
     assert (full.optimizer_bytes, full.replica_parameters_bytes) == (6 * 800, 3 * 4 * 400)
 
@@ -111,37 +104,36 @@ def test_the_messages_of_each_child_bound_reduction_buffers():
     assert buffers(PipelinedMessages(10, 10, most_bytes=64)) == (64 + 18 * 16) + 2 * (64 + 6 * 16)
 
 
-def capacity(
-    usable_bytes, life=ReplicaLife.ITERATION, num_micro_batches=1, *, layers=3, num_stages=1, **changed
-):
-    arguments = {
-        "expert_elements": 100,
-        "dtype_bytes": 2,
-        "num_experts": 8,
-        "owned_per_layer": 2,
-        "held": held(life, num_micro_batches, layers=(layers,), num_stages=num_stages),
-        "messages": None,
-    }
-    # A fifth of the free bytes is a reserve.
-    sizes = count(usable_bytes * 5 // 4 - 5)
-    free_bytes = next(size for size in sizes if size - int(size * 0.2) >= usable_bytes)
-    return memory_capacity(free_bytes, **{**arguments, **changed})[0]
+@pytest.fixture(autouse=True)
+def without_reserve(monkeypatch):
+    monkeypatch.setattr(planned, "RESERVE_FRACTION", 0.0)
+
+
+def capacity(usable_bytes, of, *, num_experts=8, messages=None):
+    layer = {"num_experts": num_experts, "owned_per_layer": 2, "messages": messages}
+    return memory_capacity(usable_bytes, of, **layer)[0]
+
+
+def test_a_fifth_of_the_free_bytes_is_a_reserve(monkeypatch):
+    monkeypatch.undo()
+    assert [capacity(free, held()) for free in (2 * 1000 * 5 // 4 - 5, 2 * 1000 * 5 // 4)] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("usable_bytes", "changed", "wanted"),
+    ("usable_bytes", "num_micro_batches", "message_bytes", "wanted"),
     [
-        (-10, {}, 0),
+        (0, 1, 100, 0),
         # Buffers for three senders of gradients in bf16, 100 of 200 bytes each, and for a sum in fp32.
-        (2 * (1000 + 5 * 100), {"messages": FixedMessages(100)}, 2),
-        (2 * (1000 + 5 * 100) - 1, {"messages": FixedMessages(100)}, 1),
+        (2 * (1000 + 5 * 100), 1, 100, 2),
+        (2 * (1000 + 5 * 100) - 1, 1, 100, 1),
         # Several micro-batches send fp32 sums, 400 bytes.
-        (1800 + 3 * 400, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 1),
-        (1800 + 3 * 400 - 1, {"num_micro_batches": 2, "messages": FixedMessages(400)}, 0),
+        (1800 + 3 * 400, 2, 400, 1),
+        (1800 + 3 * 400 - 1, 2, 400, 0),
     ],
 )
-def test_capacities_equal_those_worked_out_by_hand(usable_bytes, changed, wanted):
-    assert capacity(usable_bytes, **changed) == wanted
+def test_capacities_equal_those_worked_out_by_hand(usable_bytes, num_micro_batches, message_bytes, wanted):
+    of = held(num_micro_batches=num_micro_batches)
+    assert capacity(usable_bytes, of, messages=FixedMessages(message_bytes)) == wanted
 
 
 @given(
@@ -151,17 +143,16 @@ def test_capacities_equal_those_worked_out_by_hand(usable_bytes, changed, wanted
     life=st.sampled_from([life for life in ReplicaLife if life is not ReplicaLife.RESIDENT]),
     place=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)),
 )
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_memory_capacity_fits_and_one_more_slot_would_not(
     usable_bytes, elements, num_experts, life, place
 ):
     num_layers, num_stages, num_micro_batches = place
-    of = held(life, num_micro_batches, layers=(num_layers,), num_stages=num_stages)
-    sizes = {"expert_elements": elements, "held": of}
-    slots = capacity(usable_bytes, num_experts=num_experts, **sizes)
+    of = held(life, num_micro_batches, layers=(num_layers,), elements=elements, num_stages=num_stages)
+    slots = capacity(usable_bytes, of, num_experts=num_experts)
 
     def replica_bytes(num_replicas):
-        changed = {"held": of, "replicas": {life: num_replicas}, "expert_elements": elements}
-        memory = expert_memory(**{**HALF, **changed})
+        memory = expert_memory(**{**HALF, "held": of, "replicas": {life: num_replicas}})
         return memory.replica_parameters_bytes + memory.replica_gradients_bytes
 
     assert 0 <= slots <= num_experts
@@ -173,26 +164,27 @@ def test_quantized_copies_of_replicas_count_as_long_as_their_weights_or_passes()
     """3 layers of 4 replicas with 100 elements in bf16, each copied twice in fp8 with a scale for 32."""
     of = replace(held(), copy_bytes=2 * (1 + 1 / 32))
     assert expert_memory(**{**HALF, "held": of}).replica_parameters_bytes == 4 * (600 + 618)
-    assert held_replicas_bytes((1, 3, 2), of, expert_elements=32, dtype_bytes=2) == 6 * (64 + 66)
+    assert replace(of, expert_elements=32).bytes_at_peak((1, 3, 2)) == 6 * (64 + 66)
     usable = 4 * (3 * 200 + 400 + 3 * 206.25)
-    sizes = {"expert_elements": 100, "num_experts": 9}
-    assert [capacity(int(usable) - lack, held=of, **sizes) for lack in (0, 5)] == [4, 3]
+    assert [capacity(int(usable) - lack, of, num_experts=9) for lack in (0, 5)] == [4, 3]
     # Weights of one layer at a time; the copies are saved in every layer for the backward pass.
-    of = replace(held(ReplicaLife.LAYER_PASS, 2), copy_bytes=2 * (1 + 1 / 32))
+    of = replace(of, life=ReplicaLife.LAYER_PASS, num_micro_batches=2)
     in_pass = {**HALF, "held": of, "replicas": {ReplicaLife.LAYER_PASS: 4}}
     assert expert_memory(**in_pass).replica_parameters_bytes == 4 * (200 + 618)
-    assert held_replicas_bytes((1, 3, 2), of, expert_elements=32, dtype_bytes=2) == 3 * 64 + 6 * 66
+    assert replace(of, expert_elements=32).bytes_at_peak((1, 3, 2)) == 3 * 64 + 6 * 66
 
 
-def test_replicas_of_measured_iterations_take_what_they_were_given_room_for():
-    """Layers with 1, 3 and 2 replicas of 10 elements in 2 bytes, whose sums over micro-batches have 4."""
-    for life, num_micro_batches, wanted in (
+@pytest.mark.parametrize(
+    ("life", "num_micro_batches", "wanted"),
+    [
         (ReplicaLife.ITERATION, 1, 6 * 20),
         (ReplicaLife.ITERATION, 2, 6 * (20 + 40)),
         (ReplicaLife.LAYER_PASS, 2, 3 * 20),
-    ):
-        of = held(life, num_micro_batches)
-        assert held_replicas_bytes((1, 3, 2), of, expert_elements=10, dtype_bytes=2) == wanted
+    ],
+)
+def test_replicas_of_measured_iterations_take_what_they_were_given_room_for(life, num_micro_batches, wanted):
+    """Layers with 1, 3 and 2 replicas of 10 elements in 2 bytes, whose sums over micro-batches have 4."""
+    assert held(life, num_micro_batches, elements=10).bytes_at_peak((1, 3, 2)) == wanted
 
 
 @given(
@@ -202,26 +194,24 @@ def test_replicas_of_measured_iterations_take_what_they_were_given_room_for():
     kept_layers=st.integers(0, 30),
     owned=st.integers(1, 8),
 )
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_life_the_layers_have_their_replicas_fit(
     free_bytes, num_layers, num_micro_batches, kept_layers, owned
 ):
-    of = held(num_micro_batches=num_micro_batches, layers=(num_layers,))
-    sizes = {"expert_elements": 10, "dtype_bytes": 2, "num_experts": 10**6, "messages": None}
-    sizes["owned_per_layer"] = owned
-    most, (kept, in_pass, each) = memory_capacity(free_bytes, of, **sizes)
+    of = held(num_micro_batches=num_micro_batches, layers=(num_layers,), elements=10)
+    layer = {"num_experts": 10**6, "owned_per_layer": owned, "messages": None}
+    most, (kept, in_pass, each) = memory_capacity(free_bytes, of, **layer)
     kept_layers = min(kept_layers, num_layers)
     # Weights and sums of layers that keep them, sums of one layer in one micro-batch; one of the others.
-    of_kept = kept_layers * kept * 10 * (2 + 4 * (num_micro_batches > 1))
-    made = 10 * 4 * (num_micro_batches == 1)
-    of_passes = in_pass * 10 * (2 + 2) if kept_layers < num_layers else 0
-    assert of_kept + (kept * made if kept_layers else 0) + of_passes <= free_bytes
+    each_layer, made = (60, 0) if num_micro_batches > 1 else (20, 40)
+    of_kept = kept * (kept_layers * each_layer + bool(kept_layers) * made)
+    assert of_kept + in_pass * 40 * (kept_layers < num_layers) <= free_bytes
     # One micro-batch is in flight: weights of all layers, and sums of one layer's pass.
-    assert num_layers * each * 10 * 2 + each * 10 * 4 <= free_bytes
+    assert num_layers * each * 20 + each * 40 <= free_bytes
     assert each == kept <= most
 
     def left_beside(number):
-        of_others = number * ((num_layers - 1) * 10 * (2 + 4 * (num_micro_batches > 1)) + made)
-        return (free_bytes - int(free_bytes * 0.2) - of_others) // 40
+        return (free_bytes - number * ((num_layers - 1) * each_layer + made)) // 40
 
     assert in_pass == left_beside(kept)
     assert in_pass >= owned or not kept

@@ -6,7 +6,7 @@ import pytest
 from megatron_fssdp.simulation import replay
 from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
 from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
-from megatron_fssdp.strategies.layer_plan import LastPlans
+from megatron_fssdp.strategies.layer_plan import LastResults
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
 
@@ -24,7 +24,7 @@ def test_results_are_those_of_computing_everything_anew(name: str, monkeypatch: 
     # The loads repeat, so that replicas are renewed under equal ones, jump once, and return.
     counts_ILDE = np.array([*[loads[0]] * 40, *[loads[1]] * 5, *[loads[0]] * 5], np.int32)
     kept = outcome_of(name, counts_ILDE)
-    monkeypatch.setattr(LastPlans, "of", lambda self, context, plan, numbers, make: make())
+    monkeypatch.setattr(LastResults, "of", lambda self, context, plan, numbers, make: make())
     monkeypatch.setattr(
         LayerPrices,
         "_known_layer",

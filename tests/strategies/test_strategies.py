@@ -13,27 +13,20 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
-from megatron_fssdp.strategies.fssdp import FssdpSettings
-from megatron_fssdp.strategies.fssdp.heterogeneous_sharding import heterogeneous_sharding
-from megatron_fssdp.strategies.fssdp.sparse_materialization import sparse_materialization
+from megatron_fssdp.strategies.fssdp.hecate_algorithms import heterogeneous_sharding, sparse_materialization
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate
 from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.shipped_strategies import FssdpSettings
 from megatron_fssdp.strategies.strategy import Strategy
 from tests.drawn_examples import examples
-from tests.planning.placement_cases import random_counts_DE
+from tests.planning.placement_cases import owned_layers, random_counts_DE
 from tests.support.random_placement import plain_transfer, with_replicas
 
 PLACEMENT_STRATEGIES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
 
 
-@st.composite
-def layers(draw: st.DrawFn) -> LayerContext:
-    num_nodes, devices_per_node = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    topology = Topology.uniform(num_nodes * devices_per_node, num_nodes)
-    devices = st.integers(0, topology.num_devices - 1)
-    owner_E = np.array(draw(st.lists(devices, min_size=1, max_size=12)))
-    return LayerContext(draw(st.integers(1, 99)), owner_E, topology)
+LAYERS = owned_layers().map(lambda drawn: LayerContext(3, drawn[1], drawn[0]))
 
 
 def history_of(context: LayerContext, window: int, seeds: list[int]) -> LoadHistory:
@@ -47,7 +40,7 @@ seeds = st.lists(st.integers(0, 2**32 - 1), max_size=4)
 bounds = st.one_of(st.none(), st.integers(0, 12))
 
 
-@given(layers(), st.sampled_from(PLACEMENT_STRATEGIES), seeds)
+@given(LAYERS, st.sampled_from(PLACEMENT_STRATEGIES), seeds)
 @examples(60)
 def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
     context: LayerContext, name: str, seeds: list[int]
@@ -72,7 +65,7 @@ def hot_counts_DE(hot: int) -> np.ndarray:
     return counts_DE
 
 
-@given(context=layers(), seeds=seeds, slots=bounds, degree=bounds)
+@given(context=LAYERS, seeds=seeds, slots=bounds, degree=bounds)
 def test_the_hecate_planner_follows_algorithm_1(
     context: LayerContext, seeds: list[int], slots: int | None, degree: int | None
 ) -> None:
@@ -89,19 +82,10 @@ def test_the_hecate_planner_follows_algorithm_1(
     assert placement == wanted
 
 
-def measured(
-    non_moe_s: float = 1e-3, memory_capacity: int = 3, expert_flops_per_s: float = 1e9
-) -> LayerProfile:
+def measured(non_moe_s: float = 1e-3, memory_capacity: int = 3) -> LayerProfile:
     """Links of 1 MB/s and experts of 100 bytes: 10 experts travel in a millisecond."""
     link = LinkCost(1e-9, 1e-6)
-    return LayerProfile(
-        non_moe_s,
-        ClusterCost(link, link, expert_flops_per_s),
-        expert_bytes=100,
-        token_bytes=1,
-        flops_per_token=1e6,
-        memory_capacity=memory_capacity,
-    )
+    return LayerProfile(non_moe_s, ClusterCost(link, link, 1e9), 100, 1, 1e6, memory_capacity)
 
 
 CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
@@ -251,17 +235,10 @@ def test_transfers_are_split_where_the_compute_before_does_not_hide_them(
 ) -> None:
     """An expert of 1 MB takes 10 ms to each of three others, one after another."""
     link = LinkCost(0.0, 1e-8)
-    profile = LayerProfile(
-        non_moe_s=non_moe_s,
-        cluster=ClusterCost(link, link, expert_flops_per_s=1e6),
-        expert_bytes=1_000_000,
-        token_bytes=1000,
-        flops_per_token=1e4,
-        memory_capacity=2,
-    )
-    context = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1), profile)
+    profile = LayerProfile(non_moe_s, ClusterCost(link, link, 1e6), 1_000_000, 1000, 1e4, memory_capacity=2)
+    context = dataclasses.replace(CONTEXT, profile=profile)
     history = LoadHistory(5, 4, 8)
-    history.append(hot_counts_DE(3)[:4, :8])
+    history.append(hot_counts_DE(3))
     model = STRATEGIES[name].settings
     plan = build_strategy(name, model.model_validate(settings)).before_gate(context, history)
     assert plan.placement.num_replicas

@@ -20,13 +20,17 @@ def owners_only(load_E: np.ndarray) -> np.ndarray:
     return load_E[:, None] * (OWNER_E[:, None] == np.arange(8))
 
 
+def conserved(tokens_ED: np.ndarray, load_E: np.ndarray) -> np.ndarray:
+    assert (tokens_ED >= 0).all()
+    assert (tokens_ED.sum(axis=1) == load_E).all()
+    return tokens_ED
+
+
 @examples(50)
 @given(SEEDS)
 def test_moonep_gives_every_device_equal_rows_and_experts_of_one_other_owner(seed: int) -> None:
     load_E = drawn_counts(seed).sum(axis=0)
-    tokens_ED = equal_rows(OWNER_E, load_E, 8)
-    assert (tokens_ED >= 0).all()
-    assert (tokens_ED.sum(axis=1) == load_E).all()
+    tokens_ED = conserved(equal_rows(OWNER_E, load_E, 8), load_E)
     assert np.ptp(tokens_ED.sum(axis=0)) <= 1
     for device in range(8):
         owners = set(OWNER_E[tokens_ED[:, device] > 0]) - {device}
@@ -37,9 +41,7 @@ def test_moonep_gives_every_device_equal_rows_and_experts_of_one_other_owner(see
 @given(SEEDS, st.floats(1.0, 3.0))
 def test_llep_levels_uneven_loads_and_leaves_even_ones(seed: int, threshold: float) -> None:
     load_E = drawn_counts(seed).sum(axis=0)
-    tokens_ED = least_loaded(OWNER_E, load_E, 8, threshold=threshold, factor=1.0, fewest=0)
-    assert (tokens_ED >= 0).all()
-    assert (tokens_ED.sum(axis=1) == load_E).all()
+    tokens_ED = conserved(least_loaded(OWNER_E, load_E, 8, threshold=threshold, fewest=0), load_E)
     plain_D = owners_only(load_E).sum(axis=0)
     if plain_D.max() < threshold * plain_D.mean():
         assert (tokens_ED == owners_only(load_E)).all()
@@ -52,7 +54,7 @@ def test_llep_spills_no_small_parts_unless_nothing_else_is_left() -> None:
     # The mean is 45. Beside device 3, devices have room for 15 and for 10.
     layer = np.arange(4), np.array([100, 35, 30, 15]), 4
     for fewest, wanted_D in ((0, [45, 10, 15, 30]), (20, [45, 0, 25, 30])):
-        tokens_ED = least_loaded(*layer, threshold=1.3, factor=1.0, fewest=fewest)
+        tokens_ED = least_loaded(*layer, fewest=fewest)
         assert tokens_ED[0].tolist() == wanted_D
 
 
@@ -60,9 +62,7 @@ def test_llep_spills_no_small_parts_unless_nothing_else_is_left() -> None:
 @given(SEEDS, st.integers(0, 3), st.sampled_from([1, 2, 4]))
 def test_ultraep_levels_each_node_within_its_slots(seed: int, slots: int, num_nodes: int) -> None:
     load_E, topology = drawn_counts(seed).sum(axis=0), Topology.uniform(8, num_nodes)
-    tokens_ED = quotas_in_nodes(OWNER_E, load_E, topology, slots=slots)
-    assert (tokens_ED >= 0).all()
-    assert (tokens_ED.sum(axis=1) == load_E).all()
+    tokens_ED = conserved(quotas_in_nodes(OWNER_E, load_E, topology, slots=slots), load_E)
     replicas_ED = (tokens_ED > 0) & (OWNER_E[:, None] != np.arange(8))
     assert replicas_ED.sum(axis=0).max(initial=0) <= slots
     node_D = topology.node_of_device_D

@@ -32,7 +32,6 @@ from megatron_fssdp.megatron_adapter.iterations.training_reports import (
 from megatron_fssdp.megatron_adapter.support.limits import keeps_flex
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.memory import held_replicas_bytes
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
@@ -40,10 +39,9 @@ from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import select_strategies
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-from megatron_fssdp.strategies.auto.auto_strategy import selecting
-from megatron_fssdp.strategies.auto.selection_report import SelectionReport
-from megatron_fssdp.strategies.decisions import StageLoads, moved_before
+from megatron_fssdp.strategies.auto_strategy import SelectionReport, selecting
 from megatron_fssdp.strategies.layer_plan import LayerPlan
+from megatron_fssdp.strategies.layer_planning import StageLoads, moved_before
 
 logger = logging.getLogger(__name__)
 
@@ -223,15 +221,11 @@ class IterationDriver:
             )
 
     def _replicas_bytes(self, plans: Sequence[LayerPlan | None], loads: Sequence[LayerLoad]) -> int:
-        first = self.runtime.layers[0]
-        layout, device = first.experts.layout(), first.groups.device
+        device = self.runtime.layers[0].groups.device
         # Replicas of one layer's pass may be gone at the peak, so they are not taken off.
         kept = [load for plan, load in zip(plans, loads, strict=True) if plan and not plan.rematerialize]
-        return held_replicas_bytes(
-            [int(placement.replicas_per_device_D[device]) for load in kept for placement in load.placements],
-            self.held,
-            expert_elements=layout.numel,
-            dtype_bytes=layout.dtype.itemsize,
+        return self.held.bytes_at_peak(
+            [int(placement.replicas_per_device_D[device]) for load in kept for placement in load.placements]
         )
 
     def _profile(self, num_micro_batches: int) -> None:

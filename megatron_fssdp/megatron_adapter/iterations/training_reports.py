@@ -18,8 +18,8 @@ from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.planning.loads import EVEN_LOAD, max_over_mean
-from megatron_fssdp.planning.memory import ExpertMemory, ExpertOptimizer, expert_memory
-from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage
+from megatron_fssdp.planning.memory import ExpertMemory, ExpertOptimizer, HeldReplicas, expert_memory
+from megatron_fssdp.planning.replica_life import PipelineStage
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
@@ -91,8 +91,6 @@ def account_memory(session: StrategySession, host: HostSettings, held: HeldRepli
             for life, slots in session.strategy.slots_by_life(context).items()
         },
         owned_per_layer=per_layer,
-        expert_elements=layout.numel,
-        dtype_bytes=layout.dtype.itemsize,
         gradient_bytes=layout.dtype.itemsize if main_grad is None else main_grad.element_size(),
         optimizer=expert_optimizer(host),
         expert_data_parallel_size=parallel_state.get_expert_data_parallel_world_size(),
@@ -112,9 +110,11 @@ def held_replicas(
     )
     # Transformer Engine quantizes weights for each direction, and mxfp8 has a scale for every 32 elements.
     is_quantized = bool(host.fp8 or host.fp4)
+    layouts = (layer.experts.layout() for layer in session.runtime.layers)
     return HeldReplicas(
         session.strategy.replica_life,
         stage,
+        *next(((one.numel, one.dtype.itemsize) for one in layouts), (0, 0)),
         _most_micro_batches(host, num_micro_batches),
         copy_bytes=2 * (1 + 1 / 32) if is_quantized else 0.0,
     )

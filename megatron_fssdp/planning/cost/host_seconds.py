@@ -7,7 +7,7 @@ Shape letters: E experts, D devices.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ SIZES = ((16, 8), (64, 32), (128, 64), (256, 64), (256, 256), (512, 1024))
 """Experts and devices at which seconds are measured."""
 
 
-@dataclass(frozen=True)
-class HostWork:
+class HostWork(NamedTuple):
     """Seconds in which the host of a rank plans for one layer.
 
     It plans an iteration before the gate, and a micro-batch with its exact counts after the gate; then its
@@ -28,13 +27,12 @@ class HostWork:
     dispatch_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class HostCosts:
+class HostCosts(NamedTuple):
     """Milliseconds of :class:`HostWork` at each of :data:`SIZES`, by name of the strategy; otherwise 0."""
 
-    before_gate_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    after_gate_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    dispatch_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    before_gate_ms: Mapping[str, tuple[float, ...]] = {}
+    after_gate_ms: Mapping[str, tuple[float, ...]] = {}
+    dispatch_ms: Mapping[str, tuple[float, ...]] = {}
 
     def of_layer(self, strategy: str, num_experts: int, num_devices: int) -> HostWork:
         """Work for one layer under a strategy with its default settings."""
@@ -46,8 +44,7 @@ class HostCosts:
             beyond = slope * max(size - sizes[-1], 0.0)
             return float(np.exp(np.interp(size, sizes, known) + beyond))
 
-        tables = (self.before_gate_ms, self.after_gate_ms, self.dispatch_ms)
-        return HostWork(*(seconds(table[strategy]) if strategy in table else 0.0 for table in tables))
+        return HostWork(*(seconds(table[strategy]) if strategy in table else 0.0 for table in self))
 
 
 MEASURED = HostCosts(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, ClusterCost, LinkCost
+from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.placement.topology import Topology
@@ -73,11 +73,6 @@ class LayerProfile:
         """The ``choices``, which travel with the tokens, if each token is sent once to a node."""
         is_fused = self.choices is not None and self.choices.is_fused
         return self.choices if self.deduplicated or is_fused else None
-
-    @property
-    def pair_s(self) -> float:
-        """Seconds of an expert for a (token, k) pair in both passes."""
-        return (1 + BACKWARD_PER_FORWARD) * self.flops_per_token / self.cluster.expert_flops_per_s
 
     @property
     def reduced_bytes(self) -> int:

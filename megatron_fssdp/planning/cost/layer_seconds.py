@@ -121,12 +121,13 @@ def transfer_times(
     return LinkTimes(near_s, far_s)
 
 
-def moving_seconds(
-    sources_P: np.ndarray, devices_P: np.ndarray, topology: Topology, profile: LayerProfile
-) -> float:
-    """Seconds to move experts with their states between iterations, ``[P]``; each goes in one hop."""
-    moved = moves_traffic(sources_P, devices_P, topology)
-    return profile.links.times(moved, profile.moved_bytes).seconds
+def moving_seconds(old: np.ndarray, new: np.ndarray, topology: Topology, profile: LayerProfile) -> float:
+    """Seconds to move experts, with their states, from old to new devices, integers of one shape.
+
+    They move between iterations, each in one hop.
+    """
+    moves = old != new
+    return profile.links.times(moves_traffic(old[moves], new[moves], topology), profile.moved_bytes).seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +176,7 @@ def layer_costs(
     for a pair, inside nodes, between nodes, and of one device between nodes.
     """
     cluster, is_summed = profile.cluster, life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
-    links = (cluster.intra, cluster.inter, cluster.inter_device)
+    links = profile.links[:3]
     sizes = (profile.expert_bytes, profile.reduced_bytes if is_summed else profile.expert_bytes)
     exchanges = (
         [
@@ -199,7 +200,7 @@ def layer_costs(
         combine,
         np.array(moves),
         np.hstack(of_hops),
-        per_token_s=profile.pair_s,
+        per_token_s=(1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
         num_micro_batches=num_micro_batches,
         counts_s=counts_s,
         hidden_s=profile.non_moe_s + counts_s if hides else 0.0,

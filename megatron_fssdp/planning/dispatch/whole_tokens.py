@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 
 
@@ -35,16 +34,6 @@ class KnownSplits(NamedTuple):
     def of(cls, tokens: WholeTokens, expert_U: np.ndarray) -> "KnownSplits":
         """The rows of a dispatch, where this device has these experts in its slots, -1 without one."""
         return cls(tokens.sent_ED.sum(axis=0), np.where(expert_U < 0, 0, tokens.got_ED[expert_U].T))
-
-
-def tokens_to_owners(counts_DE: np.ndarray, placement: ExpertPlacement, device: int) -> WholeTokens:
-    """As :func:`whole_tokens`, where replicas serve only their own device (FasterMoE, §4.1)."""
-    experts, present_ED, owner_E = np.arange(placement.num_experts), placement.present_ED, placement.owner_E
-    sent_ED = np.zeros(present_ED.shape, np.int64)
-    sent_ED[experts, np.where(present_ED[:, device], device, owner_E)] = counts_DE[device]
-    got_ED = counts_DE.T * ((owner_E == device)[:, None] & ~present_ED)
-    got_ED[:, device] = sent_ED[:, device]
-    return WholeTokens(sent_ED, got_ED)
 
 
 def whole_tokens(

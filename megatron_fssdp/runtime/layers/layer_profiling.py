@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megatron_fssdp.collectives.link_probes import measure_links
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile, measured_messages
-from megatron_fssdp.planning.memory import FP32_BYTES, memory_capacity
-from megatron_fssdp.planning.replica_life import HeldReplicas
+from megatron_fssdp.planning.memory import HeldReplicas, memory_capacity
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.remap.shares import seconds_of_shares
 
@@ -69,8 +68,6 @@ def profile_layers(
     capacity, mixed_capacity = memory_capacity(
         int(-free),
         held,
-        expert_elements=layout.numel,
-        dtype_bytes=layout.dtype.itemsize,
         num_experts=context.num_experts,
         owned_per_layer=-(-context.num_experts // context.num_devices),
         # Between CPUs, messages are so small that the reserve covers them.
@@ -83,7 +80,7 @@ def profile_layers(
         flops_per_token=flops_per_token,
         memory_capacity=capacity,
         mixed_capacity=mixed_capacity,
-        gradient_bytes=layout.numel * FP32_BYTES if held.sends_fp32 else layout.num_bytes,
+        gradient_bytes=held.sum_bytes if held.sends_fp32 else layout.num_bytes,
         num_micro_batches=int(most_micro_batches),
         messages=messages,
         exact_shares_s=shares_s,

@@ -1,11 +1,19 @@
 """Plans by the exact counts of one micro-batch, which the host knows after the gate (ours).
 
 All ranks make them from equal arguments. Nothing hides their gathers, and the host works while the device
-waits, so prices have both.
+waits, so prices have both. A layer's replicas are planned from whatever counts would have been faster lately:
 
-Shape letters: D devices, E experts.
+* ``past``: the counts of earlier iterations. Gathers hide beside attention. Plans are wrong where loads jump.
+* ``first``: the same plan, corrected by the exact counts of the iteration's first micro-batch.
+* ``each``: the exact counts of every micro-batch. Nothing hides the gathers of its replicas.
+
+Only the rank that plans a layer decides this, with all counts of the iteration before; all ranks follow it.
+
+Shape letters: D devices, E experts, S sources.
 """
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,40 +21,48 @@ import numpy as np
 
 from megatron_fssdp.planning.cost.host_seconds import MEASURED
 from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
+from megatron_fssdp.planning.loads import LoadHistory, load_similarity
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
-from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import fastest, plan_price
+from megatron_fssdp.strategies.shipped_strategies import PlanSource
 
 MOST_SEARCHED = 0.05
 """Seconds of a search after the gate over those of a layer's micro-batch, up to which it is made."""
 
+SOURCES: tuple[PlanSource, ...] = ("past", "first", "each")
 
-def counting_s(context: LayerContext) -> float:
-    """Seconds in which all ranks get the exact counts of a micro-batch, and nothing else happens."""
-    return gather_counts_s(context.costs.links, context.topology, context.num_experts)
+WINDOW = 5
+"""Iterations whose loads are looked at (Hecate §4.2, w), and whose seconds are compared."""
+
+LEAST_GAIN = 0.02
+"""Part of the seconds that a source must save over the one before: prices know little of waits for ranks."""
+
+MOST_WAITING = 0.1
+"""Part of the seconds that ``first`` may wait while few iterations are compared: a jump costs far more."""
+
+ALIKE = 0.9
+"""Similarity of counts to the forecast from which on no source can save much."""
+
+MOST_PRICED = 4
+"""Micro-batches with which plans are priced; each takes about 0.3 ms with 256 experts on 64 devices."""
+
+MOST_COMPARED = 0.01
+"""Host's part of an iteration for comparisons, which the ranks divide. Larger layers are compared rarely."""
 
 
+@lru_cache(maxsize=512)
 def search_s(context: LayerContext) -> float:
     """Seconds in which the host plans a layer of this size by exact counts."""
-    return _search_s(context.num_experts, context.num_devices)
-
-
-@lru_cache
-def _search_s(num_experts: int, num_devices: int) -> float:
-    return MEASURED.of_layer("fssdp", num_experts, num_devices).after_gate_s
-
-
-def even_s(context: LayerContext, counts_DE: np.ndarray) -> float:
-    """Modelled seconds of an iteration with as many pairs in which all loads are even: no plan is faster."""
-    return _even_s(context, float(counts_DE.sum() / counts_DE.size))
+    return MEASURED.of_layer("fssdp", context.num_experts, context.num_devices).after_gate_s
 
 
 @lru_cache(maxsize=512)  # layers of a model have equally many pairs in all iterations
-def _even_s(context: LayerContext, mean: float) -> float:
+def even_s(context: LayerContext, mean: float) -> float:
+    """Modelled seconds of an iteration in which all counts are as their mean: no plan is faster."""
     mean_DE = np.full((context.num_devices, context.num_experts), mean)
     return plan_price(context.owners_only, mean_DE, context).seconds
 
@@ -60,14 +76,14 @@ def corrected(
     """
     counts_DE = times * counts_DE
     planned_s = plan_price(plan, counts_DE, context, num_micro_batches=times).seconds
-    if even_s(context, counts_DE) > (1 - LEAST_SAVING) * planned_s:
+    if even_s(context, float(counts_DE.mean())) > (1 - LEAST_SAVING) * planned_s:
         return plan
     search = layer_search(
         *(context.owner_E, counts_DE, context.topology, context.costs), life=plan.life, hides=False
     )
     start = plan.placement if plan.placement.replicas_per_device_D.max() <= slots else None
     found, _ = search.best_placement(slots=slots, most_replicated=context.num_experts, start=start)
-    new = _with(found, replace(plan, corrects=False), context)
+    new = replace(plan.placed(found, context), corrects=False)
     new_s = plan_price(new, counts_DE, context, num_micro_batches=times, planned=plan).seconds
     return new if new_s < planned_s else plan
 
@@ -80,11 +96,11 @@ def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext
     """
     times, topology = context.costs.num_micro_batches, context.topology
     plan_s = plan_price(plan, counts_DE, context, num_micro_batches=1).seconds
-    if even_s(context, times * counts_DE) / times > (1 - LEAST_SAVING) * plan_s:
+    if even_s(context, float((times * counts_DE).mean())) / times > (1 - LEAST_SAVING) * plan_s:
         return plan
     tokens_ED = quota_assignment(context.owner_E, counts_DE, topology, slots=slots)
     held = ExpertPlacement(context.owner_E, plan.placement.present_ED | (tokens_ED > 0))
-    plans = [plan, replace(_with(held, plan, context), tokens_ED=tokens_ED)]
+    plans = [plan, replace(plan.placed(held, context), tokens_ED=tokens_ED)]
     if search_s(context) <= MOST_SEARCHED * plan_s:
         search = layer_search(
             *(context.owner_E, times * counts_DE, topology, context.costs),
@@ -92,16 +108,96 @@ def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext
             hides=False,
         )
         found, _ = search.best_placement(slots=slots, most_replicated=context.num_experts)
-        by_search = _with(found, plan, context)
-        plans += [by_search, _levelled(by_search, counts_DE, context)]
+        by_search = plan.placed(found, context)
+        # The exact shares of these counts as quotas need no other gather of counts.
+        exact = replace(by_search, dispatch_policy="exact").dispatch(counts_DE, topology)
+        plans += [by_search, replace(by_search, tokens_ED=exact.whole_tokens_ED)]
     return fastest(plans, counts_DE, context, times=1)
 
 
-def _with(placement: ExpertPlacement, plan: LayerPlan, context: LayerContext) -> LayerPlan:
-    return replace(plan, placement=placement, transfer=two_level_transfer(placement, context.topology))
+class SourceChoice:
+    """Chooses the source of one layer's plans, after each iteration."""
+
+    def __init__(self) -> None:
+        self._planned: tuple[int, LayerPlan, np.ndarray] | None = None
+        """What the past planned for the iteration after so many, by which forecast ``[E]``."""
+        self._saved: deque[tuple[float, np.ndarray]] = deque(maxlen=WINDOW)
+        """Seconds of iterations with plans of the past, and what sources would have saved, ``[S]``."""
+        self._chosen = 0
+
+    def of(
+        self, context: LayerContext, history: LoadHistory, past: LayerPlan, slots: Callable[[PlanSource], int]
+    ) -> PlanSource:
+        """The source for the coming iteration, for which ``past`` is the plan of earlier loads.
+
+        ``slots`` are the most replicas on a device with plans of a source, 0 if it is impossible.
+        """
+        known, forecast_DE = self._planned, history.forecast_DE()
+        self._planned = history.num_seen, past, forecast_DE
+        if history.repeats:  # All compared iterations were as forecast.
+            self._chosen = 0
+        elif known is not None and known[0] == history.num_seen - 1:
+            _, plan, before_DE = known
+            if np.array_equal(plan.placement.owner_E, context.owner_E):
+                self._compare(plan, before_DE, history, context, slots)
+        if self._chosen == 0 and len(self._saved) < WINDOW and not history.repeats and slots("first"):
+            past_s = plan_price(past, forecast_DE, context).seconds
+            wait_s = _counting_s(context) + search_s(context)
+            return "first" if wait_s <= MOST_WAITING * past_s else "past"
+        return SOURCES[self._chosen]
+
+    def _compare(
+        self,
+        past: LayerPlan,
+        forecast_DE: np.ndarray,
+        history: LoadHistory,
+        context: LayerContext,
+        slots: Callable[[PlanSource], int],
+    ) -> None:
+        """Choose by what each source would have saved in the last iterations.
+
+        Not every iteration is compared. Where exact counts can save little, nothing is searched; but a layer
+        that plans each micro-batch has no replicas without a search, so it is compared.
+        """
+        times, counts = context.costs.num_micro_batches, history.iterations_like(MOST_PRICED)
+        past_s = _mean_s([past] * len(counts), counts, context)
+        is_even = even_s(context, float(counts[0].mean())) > (1 - LEAST_GAIN) * past_s
+        first_s = _counting_s(context) + (not is_even) * search_s(context)
+        saved_S = -np.array([0.0, first_s, times * (_counting_s(context) + search_s(context))])
+        forecast_E = forecast_DE.sum(axis=0)
+        alike = (load_similarity(counts_DE.sum(axis=0), forecast_E) for counts_DE in counts)
+        is_known = is_even or all(found is None or found >= ALIKE for found in alike)
+        if not is_known or SOURCES[self._chosen] == "each":
+            compared_s = (1 + len(counts)) * search_s(context) / context.num_devices
+            if (history.num_seen + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):
+                return
+            gains_S = [0.0, -np.inf, -np.inf]
+            if num := slots("first"):
+                first = corrected(past, counts[0] // times, context, slots=num, times=times)
+                gains_S[1] = past_s - _mean_s([first] * len(counts), counts, context, planned=past)
+            if num := slots("each"):
+                plain = replace(context.owners_only, each_micro_batch=True, gather_ahead=past.gather_ahead)
+                plans = [of_micro_batch(plain, one_DE // times, context, slots=num) for one_DE in counts]
+                gains_S[2] = past_s - _mean_s(plans, counts, context)
+            saved_S = saved_S + gains_S
+        self._saved.append((past_s, saved_S))
+        least_s = LEAST_GAIN * sum(one_s for one_s, _ in self._saved)
+        all_S = sum(one_S for _, one_S in self._saved) - least_s * np.arange(len(SOURCES))
+        all_S[self._chosen] += least_s / 2  # So layers do not change to and fro.
+        self._chosen = int(np.argmax(all_S))
 
 
-def _levelled(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext) -> LayerPlan:
-    """The plan with the exact shares of these counts as quotas, which need no other gather of counts."""
-    exact = replace(plan, dispatch_policy="exact").dispatch(counts_DE, context.topology)
-    return replace(plan, tokens_ED=exact.whole_tokens_ED)
+def _counting_s(context: LayerContext) -> float:
+    """Seconds in which all ranks get the exact counts of a micro-batch, and nothing else happens."""
+    return gather_counts_s(context.costs.links, context.topology, context.num_experts)
+
+
+def _mean_s(
+    plans: Sequence[LayerPlan],
+    counts: Sequence[np.ndarray],
+    context: LayerContext,
+    planned: LayerPlan | None = None,
+) -> float:
+    """Mean seconds of iterations ``[D, E]``, each under its plan."""
+    prices = (plan_price(*priced, context, planned=planned) for priced in zip(plans, counts, strict=True))
+    return sum(price.seconds for price in prices) / len(counts)

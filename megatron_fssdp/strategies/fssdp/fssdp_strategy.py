@@ -9,27 +9,28 @@ from functools import partial
 
 import numpy as np
 
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
-from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, plan_materialization
-from megatron_fssdp.strategies.fssdp import FssdpSettings, PlanSource
-from megatron_fssdp.strategies.fssdp.exact_plans import corrected, of_micro_batch
-from megatron_fssdp.strategies.fssdp.heterogeneous_sharding import heterogeneous_sharding
-from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches
-from megatron_fssdp.strategies.fssdp.plan_source import MOST_PRICED, SourceChoice
-from megatron_fssdp.strategies.fssdp.sparse_materialization import (
+from megatron_fssdp.strategies.fssdp.exact_plans import (
+    MOST_PRICED,
+    WINDOW,
+    SourceChoice,
+    corrected,
+    of_micro_batch,
+)
+from megatron_fssdp.strategies.fssdp.hecate_algorithms import (
     calibration_candidates,
+    heterogeneous_sharding,
     sparse_materialization,
 )
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_price import early_share, exchange_s, fastest, plan_price
+from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches
+from megatron_fssdp.strategies.layer_plan import LastResults, LayerContext, LayerPlan
+from megatron_fssdp.strategies.plan_price import early_share, fastest, plan_price
+from megatron_fssdp.strategies.shipped_strategies import FssdpSettings, PlanSource
 from megatron_fssdp.strategies.strategy import MeasuredReplicas, MovesOwners
-
-WINDOW = 5
-"""Length of the sliding window of loads, in iterations (Hecate §4.2, w)."""
 
 
 class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings]):
@@ -44,8 +45,7 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         self._searches = KeptSearches(self.slots_by_life, settings.overlap)
         self._made: dict[int, tuple[LayerContext, np.ndarray, LayerPlan]] = {}
         """Each layer's last plan, which serves until its context changes, or a search for other loads."""
-        self._stayed: tuple[OwnerMap, LayerProfile, np.ndarray] | None = None
-        """Owners, costs and loads for which no move paid last."""
+        self._owners = LastResults[OwnerMap]()
         self._sources: dict[int, SourceChoice] = {}
         self._goes_by_seconds = settings.overlap_degree is None and not self._is_hecate
         """Whether modelled seconds decide about replicas and owners once costs are measured."""
@@ -103,10 +103,9 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
         if not (self._goes_by_seconds and context.profile is not None):
             # Alg. 1 is the paper's algorithm, so it gets the paper's prediction: the mean of the window.
             load_DE = history.mean_DE() if self._is_hecate else history.forecast_DE()
-            plan = self._plan_of(self._limited(context, load_DE), context)
-            is_possible = self._is_unmeasured(context) or bool(self.settings.slots)
+            is_possible = self.settings.slots or (self.settings.slots is None and context.profile is None)
             is_first = history.is_empty and is_possible and not (self._is_hecate or context.shares_evenly)
-            return replace(plan, corrects=is_first)
+            return self._limited(context, load_DE, corrects=bool(is_first))
         plan, source = self._by_past(context, history), self.settings.planned_from
         if source == "by_price" and not context.shares_evenly:
             choice = self._sources.setdefault(context.layer, SourceChoice())
@@ -150,13 +149,13 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             return of_micro_batch(plan, counts_DE, context, slots=self._slots_of(context, plan, "each"))
         if not self._is_hecate:
             if not (self._goes_by_seconds and context.profile is not None):
-                return self._plan_of(self._limited(context, counts_DE), context)
+                return self._limited(context, counts_DE)
             slots = self._slots_of(context, plan, "first")
             return corrected(plan, counts_DE, context, slots=slots, times=times)
         if context.profile is None:
             return plan
         found = calibration_candidates(plan.placement, counts_DE, context.topology, **self._limits(context))
-        plans = [plan, *(self._plan_of(placement, context) for placement in found)]
+        plans = [plan, *(replace(plan.placed(one, context), corrects=False) for one in found)]
         return fastest(plans, times * counts_DE, context, times, planned=plan)
 
     def _slots_of(self, context: LayerContext, plan: LayerPlan, source: PlanSource) -> int:
@@ -171,21 +170,17 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
     def _limits(self, context: LayerContext) -> dict[str, int]:
         return {"overlap_degree": self.overlap_degree(context), "slots": self.slots(context)}
 
-    def _limited(self, context: LayerContext, load_DE: np.ndarray) -> ExpertPlacement:
-        """The placement by Alg. 1 or by the lowest device load, within overlap degree and slots."""
+    def _limited(self, context: LayerContext, load_DE: np.ndarray, corrects: bool = False) -> LayerPlan:
+        """The plan by Alg. 1 or by the lowest device load, within overlap degree and slots."""
         owner_E, topology, limits = context.owner_E, context.topology, self._limits(context)
         if self._is_hecate:
-            return sparse_materialization(owner_E, load_DE.sum(axis=0), topology, **limits)
-        return plan_materialization(owner_E, load_DE, topology, **limits)
-
-    def _is_unmeasured(self, context: LayerContext) -> bool:
-        return self.settings.slots is None and context.profile is None
-
-    def _plan_of(self, placement: ExpertPlacement, context: LayerContext) -> LayerPlan:
+            placement = sparse_materialization(owner_E, load_DE.sum(axis=0), topology, **limits)
+        else:
+            placement = plan_materialization(owner_E, load_DE, topology, **limits)
         # Until free memory is measured, one layer at a time has replicas.
-        in_pass = self.settings.rematerialize or self.settings.planned_from == "each"
-        rematerialize = bool(in_pass) or self._is_unmeasured(context)
-        return self.plan_of(placement, context, rematerialize=rematerialize)
+        is_unmeasured = self.settings.slots is None and context.profile is None
+        in_pass = self.settings.rematerialize or self.settings.planned_from == "each" or is_unmeasured
+        return self.plan_of(placement, context, rematerialize=bool(in_pass), corrects=corrects)
 
     def reshards_at(self, iteration: int) -> bool:
         """At each ``reshard_interval``; if seconds decide, also as soon as a window of loads is known."""
@@ -197,29 +192,27 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
 
         If modelled seconds decide, owners move if this saves more of them until the next time than it takes.
         """
-        profile, topology = contexts[0].profile, contexts[0].topology
+        profile = contexts[0].profile
         if not load_LE.any() or (self._goes_by_seconds and profile is None):  # Costs will be measured soon.
             return owners
-        if self._stayed is not None:
-            old, costs, before_LE = self._stayed
-            if old is owners and costs is profile and np.array_equal(before_LE, load_LE):
-                return owners
+        return self._owners.of(
+            0, (owners, profile), load_LE, lambda: self._resharded(contexts, load_LE, owners)
+        )
+
+    def _resharded(self, contexts: Sequence[LayerContext], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+        profile, topology = contexts[0].profile, contexts[0].topology
         degree = min(self.overlap_degree(context) for context in contexts)
         new = heterogeneous_sharding(owners, load_LE, topology, overlap_degree=degree)
         if not self._goes_by_seconds or profile is None:
             return new
+        layers = zip(contexts, owners.device_LE, new.device_LE, load_LE, strict=True)
         saved_s = sum(
             self._seconds(context, old_E, load_E) - self._seconds(context, new_E, load_E)
-            for context, old_E, new_E, load_E in zip(
-                contexts, owners.device_LE, new.device_LE, load_LE, strict=True
-            )
+            for context, old_E, new_E, load_E in layers
             if not np.array_equal(old_E, new_E)
         )
-        moving_s = exchange_s(owners.device_LE, new.device_LE, profile, topology)
-        if self.settings.reshard_interval * saved_s > moving_s:
-            return new
-        self._stayed = owners, profile, load_LE
-        return owners
+        moving_s = moving_seconds(owners.device_LE, new.device_LE, topology, profile)
+        return new if self.settings.reshard_interval * saved_s > moving_s else owners
 
     def _seconds(self, context: LayerContext, owner_E: np.ndarray, load_E: np.ndarray) -> float:
         """Modelled seconds with other owners and their replicas, if every source sends equally much."""

@@ -61,11 +61,7 @@ class KeptSearches:
             number - kept.number not in (0, 1) or not np.array_equal(kept.placement.owner_E, context.owner_E)
         ):
             kept = None
-        if (
-            kept is not None
-            and kept.profile is context.profile
-            and self._serves(kept, context, load_DE, is_due=(number + context.layer) % RENEWAL == 0)
-        ):
+        if kept is not None and self._serves(kept, context, load_DE, number):
             result = kept._replace(number=number)
         else:
             result = self.searched(context, load_DE, number, kept)
@@ -96,10 +92,11 @@ class KeptSearches:
         is_settled = kept is not None and best.life is kept.life and best.placement == kept.placement
         return best._replace(is_settled=is_settled)
 
-    def _serves(
-        self, kept: SearchResult, context: LayerContext, load_DE: np.ndarray, *, is_due: bool
-    ) -> bool:
+    def _serves(self, kept: SearchResult, context: LayerContext, load_DE: np.ndarray, number: int) -> bool:
         """Whether a placement still costs what its search promised, and no search is due."""
+        is_due = (number + context.layer) % RENEWAL == 0
+        if kept.profile is not context.profile:
+            return False
         if load_DE is kept.load_DE or np.array_equal(load_DE, kept.load_DE):
             return kept.is_settled or not is_due
         if is_due:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.records.metrics import read_metrics
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 from ..training_run import assert_equal, relative_difference, rows, slow, train

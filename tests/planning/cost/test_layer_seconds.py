@@ -1,20 +1,20 @@
 """The pieces of a layer's price, by hand. The whole is compared with the simulator in tests/simulation."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
+from megatron_fssdp.planning.cost.layer_seconds import transfer_times
+from megatron_fssdp.planning.cost.link_seconds import transfer_traffic
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
-from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
-from tests.planning.placement_cases import transfer_seconds
 from tests.support.random_placement import plain_transfer
 
 FAST = ClusterCost(LinkCost(0.0, 1.0), LinkCost(0.0, 10.0), expert_flops_per_s=100.0)
@@ -26,7 +26,10 @@ def test_a_transfer_takes_as_long_as_its_busiest_link():
     placement = ExpertPlacement(np.array([0]), np.ones((1, 4), dtype=bool))
     star, tree = plain_transfer(placement), two_level_transfer(placement, topology)
 
-    seconds = partial(transfer_seconds, expert_bytes=3, topology=topology)
+    def seconds(transfer: TransferPlan, profile: LayerProfile) -> float:
+        traffic = transfer_traffic(transfer, topology)
+        return transfer_times(profile.links, traffic, 3, profile.messages).seconds
+
     assert seconds(star, profile=PROFILE) == 60.0  # crosses twice
     # Crosses once; one hop between nodes comes before the last one, and its first message is 3 or 1 bytes.
     assert seconds(tree, profile=PROFILE) == 30.0 + 30.0

@@ -5,11 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
-from megatron_fssdp.planning.dispatch.whole_tokens import tokens_to_owners, whole_tokens
+from megatron_fssdp.planning.dispatch.whole_tokens import whole_tokens
 from megatron_fssdp.planning.placement.topology import Topology
-from tests.drawn_examples import examples
-from tests.planning.placement_cases import placements
 
 
 @st.composite
@@ -53,16 +50,3 @@ def test_quotas_get_the_nearest_tokens(case: tuple) -> None:
 def test_quotas_of_other_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="expert 1: got quotas of 3 tokens, wanted quotas of all its 4"):
         whole_tokens(np.array([[1, 4]]), np.array([[1], [3]]), Topology((0,)), 0)
-
-
-@examples(30)
-@given(placements(), st.integers(0, 2**32 - 1))
-def test_tokens_to_owners_are_those_of_their_quotas(case: tuple, seed: int) -> None:
-    topology, placement = case
-    counts_DE = np.random.default_rng(seed).integers(0, 9, (topology.num_devices, placement.num_experts))
-    quotas_ED = plan_dispatch("owner", counts_DE, placement, topology).whole_tokens_ED
-    for device in range(topology.num_devices):
-        wanted = whole_tokens(counts_DE, quotas_ED, topology, device)
-        found = tokens_to_owners(counts_DE, placement, device)
-        assert np.array_equal(found.sent_ED, wanted.sent_ED)
-        assert np.array_equal(found.got_ED, wanted.got_ED)

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
-from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
+from megatron_fssdp.planning.memory import HeldReplicas
+from megatron_fssdp.planning.replica_life import PipelineStage, ReplicaLife
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers import layer_profiling
 
@@ -50,7 +51,7 @@ def profile(
 
 def held(life: ReplicaLife) -> HeldReplicas:
     """On the first of three stages."""
-    return HeldReplicas(life, PipelineStage((2,), num_stages=3), NUM_MICRO_BATCHES)
+    return HeldReplicas(life, PipelineStage((2,), num_stages=3), EXPERT_ELEMENTS, 4, NUM_MICRO_BATCHES)
 
 
 # Slots in 2,667 bytes, for experts of 240 bytes.

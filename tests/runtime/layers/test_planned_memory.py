@@ -7,8 +7,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_fssdp.planning.memory import ExpertOptimizer, expert_memory
-from megatron_fssdp.planning.replica_life import HeldReplicas, PipelineStage, ReplicaLife
+from megatron_fssdp.planning.memory import ExpertOptimizer, HeldReplicas, expert_memory
+from megatron_fssdp.planning.replica_life import PipelineStage, ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import message_rule
 from megatron_fssdp.testing import run_ranks
 from tests.support.training_preload import VIRTUAL_PRELOAD
@@ -74,12 +74,12 @@ def test_replicas_take_at_most_what_the_accounting_says() -> None:
     found_SC = np.array(run_ranks(peaks, 4, preload=VIRTUAL_PRELOAD))
     for case, ((with_replicas, rest), (without, usual)) in zip(CASES, found_SC.max(axis=0), strict=True):
         of = expert_memory(
-            held=HeldReplicas(case.life, PipelineStage((LAYERS,)), case.schedule.count("F")),
+            held=HeldReplicas(
+                case.life, PipelineStage((LAYERS,)), 2 * WIDTH * WIDTH, 2, case.schedule.count("F")
+            ),
             slots_per_device=LAYERS * EXPERTS // 4,
             replicas={case.life: EXPERTS - EXPERTS // 4},
             owned_per_layer=EXPERTS // 4,
-            expert_elements=2 * WIDTH * WIDTH,
-            dtype_bytes=2,
             gradient_bytes=4,
             optimizer=ExpertOptimizer(),
             expert_data_parallel_size=1,

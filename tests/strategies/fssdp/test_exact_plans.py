@@ -1,18 +1,28 @@
-"""Plans by exact counts are never slower, within their slots, and level what the past does not know."""
+"""Plans by exact counts are never slower, within their slots, and level what the past does not know.
+
+``fssdp`` plans from whatever counts would have been faster lately, and every rank follows.
+"""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.loads import max_over_mean
+from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.fssdp.exact_plans import corrected, even_s, of_micro_batch
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_planning import plan_before_gate
 from megatron_fssdp.strategies.plan_price import plan_price
+from megatron_fssdp.strategies.shipped_strategies import FssdpSettings
 from tests.drawn_examples import examples
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
@@ -81,7 +91,7 @@ def test_even_loads_keep_the_plan_without_a_search(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("megatron_fssdp.strategies.fssdp.exact_plans.layer_search", None)
     past = dataclasses.replace(SLOW.owners_only, corrects=True)
     counts_DE = hot_counts_DE()
-    assert seconds(past, counts_DE) == pytest.approx(even_s(SLOW, TIMES * counts_DE), rel=1e-6)
+    assert seconds(past, counts_DE) == pytest.approx(even_s(SLOW, float(TIMES * counts_DE.mean())), rel=1e-6)
     assert corrected(past, counts_DE, SLOW, slots=2, times=TIMES) is past
     assert of_micro_batch(PLAIN, counts_DE, SLOW, slots=2) is PLAIN
 
@@ -93,3 +103,108 @@ def test_tokens_that_travel_once_are_not_shared_out_exactly() -> None:
     plan = corrected(past, hot_counts_DE(12, 3), context, slots=2, times=TIMES)
     assert plan.placement.num_replicas
     assert plan.dispatch_policy == "even"
+
+
+QUICK_LINKS = dataclasses.replace(
+    SLOW, profile=dataclasses.replace(SLOW.costs, expert_bytes=400_000, flops_per_token=4e8)
+)
+"""Experts whose weights travel quickly, so that gathers that nothing hides pay."""
+
+
+def plans_of(
+    iterations: Iterable[Sequence[np.ndarray]], context: LayerContext = QUICK_LINKS, **settings: object
+) -> list[LayerPlan]:
+    """The plan before the gate of each iteration, each a list of micro-batches ``[D, E]``."""
+    strategy = FssdpStrategy(FssdpSettings(slots=2, **settings))  # type: ignore[arg-type]
+    history, plans = LoadHistory(strategy.window, DEVICES, EXPERTS), []
+    for micro_batches in iterations:
+        plans.append(plan_before_gate(strategy, context, history))
+        history.append(sum(micro_batches), [partial(np.copy, one) for one in micro_batches])  # type: ignore[arg-type]
+    return plans
+
+
+def test_loads_that_stay_are_planned_from_the_past() -> None:
+    plans = plans_of([[hot_counts_DE(3)] * 4] * 8)
+    assert plans[0].corrects, "nothing is known yet"
+    assert not any(plan.each_micro_batch for plan in plans)
+    assert not any(plan.corrects for plan in plans[5:]), "five iterations were compared"
+    assert plans[-1].placement.num_replicas
+
+
+def test_loads_that_jump_between_iterations_are_corrected() -> None:
+    hot = [0, 0, 6, 6, 12, 12, 3, 3, 9, 9]
+    plans = plans_of([[hot_counts_DE(expert)] * 4 for expert in hot])
+    assert all(plan.corrects for plan in plans[-3:])
+    assert plans[-1].placement.num_replicas, "what the past plans is gathered beside attention"
+    calm = plans_of([[hot_counts_DE(expert)] * 4 for expert in [*hot, *[1] * 8]])
+    assert not calm[-1].corrects
+
+
+def test_replicas_that_hide_are_kept_where_exact_counts_of_each_iteration_save_as_much() -> None:
+    """With one micro-batch, correcting the plan and planning each one differ only where loads stay."""
+    one = dataclasses.replace(
+        QUICK_LINKS, profile=dataclasses.replace(QUICK_LINKS.costs, num_micro_batches=1)
+    )
+    rng, iterations = np.random.default_rng(0), []
+    for _ in range(4):
+        load_E = rng.lognormal(sigma=1.5, size=EXPERTS)
+        iterations += [[rng.multinomial(1000, load_E / load_E.sum(), size=DEVICES)]] * 3
+    assert all(plan.corrects for plan in plans_of(iterations, one))
+
+
+def test_until_iterations_are_compared_a_first_jump_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    drifting = [[hot_counts_DE(3) + rng.integers(0, 2, (DEVICES, EXPERTS))] * 4 for _ in range(9)]
+    plans = plans_of(drifting)
+    assert all(plan.corrects for plan in plans[:5])
+    assert not any(plan.corrects for plan in plans[-2:])
+    monkeypatch.setattr("megatron_fssdp.strategies.fssdp.exact_plans.search_s", lambda context: 10.0)
+    assert [plan.corrects for plan in plans_of(drifting)] == [True, *[False] * 8], "it would wait too long"
+
+
+def test_loads_that_jump_between_micro_batches_are_planned_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    iterations = [[hot_counts_DE(expert) for expert in rng.permutation(EXPERTS)[:4]] for _ in range(8)]
+    plans = plans_of(iterations)
+    assert all(plan.each_micro_batch and not plan.placement.num_replicas for plan in plans[-3:])
+    assert plans[-1].life is ReplicaLife.MICRO_BATCH
+    for reason in ("delays_gradients", "shares_evenly"):
+        context = dataclasses.replace(QUICK_LINKS, **{reason: True})
+        others = plans_of(iterations, context)
+        assert not any(plan.each_micro_batch for plan in others)
+        assert any(plan.corrects for plan in others) == (reason == "delays_gradients")
+    assert not any(plan.each_micro_batch for plan in plans_of(iterations, rematerialize=True))
+
+
+@pytest.mark.parametrize("source", ["past", "first", "each"])
+def test_a_given_source_binds(source: str) -> None:
+    plans = plans_of([[hot_counts_DE(3)] * 4] * 3, planned_from=source)
+    assert [plan.corrects for plan in plans] == [source == "first"] * 3
+    assert [plan.each_micro_batch for plan in plans] == [source == "each"] * 3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["planner=hecate", "planned_from=first"],
+        ["overlap_degree=2", "planned_from=past"],
+        ["rematerialize=true", "planned_from=each"],
+    ],
+)
+def test_a_source_without_effect_is_refused(overrides: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="planned_from"):
+        resolve_strategy("fssdp", overrides=overrides)
+
+
+def test_large_layers_are_compared_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host compares while the device waits."""
+    compared: list[int] = []
+    module = "megatron_fssdp.strategies.fssdp.exact_plans"
+    monkeypatch.setattr(f"{module}.corrected", lambda plan, *args, **limits: compared.append(1) or plan)
+    jumping = [[hot_counts_DE(expert)] * 4 for expert in [0, 6] * 20]
+    plans_of(jumping)
+    often = len(compared)
+    compared.clear()
+    monkeypatch.setattr(f"{module}.search_s", lambda context: 10.0)
+    plans_of(jumping)
+    assert 0 < len(compared) < often / 2

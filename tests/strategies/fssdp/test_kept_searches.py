@@ -15,28 +15,24 @@ from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
 LAYER = 3
 
 
-class Iterations:
-    """Plans one layer's iterations, and counts its searches."""
+class Iterations(KeptSearches):
+    """Plans one layer's iterations with one slot, and counts its searches."""
 
-    def __init__(self, slots: int = 1) -> None:
-        self.searched = KeptSearches(lambda _: {ReplicaLife.ITERATION: slots}, hides=True)
-        self.num_searches, search = 0, self.searched.searched
-
-        def counted(*args: Any) -> SearchResult:
-            self.num_searches += 1
-            return search(*args)
-
-        self.searched.searched = counted  # type: ignore[method-assign]
-        self.slots = slots
-        self.number = 0
+    def __init__(self) -> None:
+        super().__init__(lambda _: {ReplicaLife.ITERATION: 1}, hides=True)
+        self.num_searches = self.number = 0
         self.last: ExpertPlacement | None = None
+
+    def searched(self, *args: Any) -> SearchResult:
+        self.num_searches += 1
+        return super().searched(*args)
 
     def searches(self, load_DE: np.ndarray, context: LayerContext = CONTEXT) -> bool:
         """Plan the next iteration; whether a search was made for it."""
-        context, before = dataclasses.replace(context, layer=LAYER), self.num_searches
-        placement = self.searched.of(context, load_DE, self.number).placement
-        assert placement.replicas_per_device_D.max() <= self.slots
-        self.number, self.last = self.number + 1, placement
+        before, context = self.num_searches, dataclasses.replace(context, layer=LAYER)
+        self.last = self.of(context, load_DE, self.number).placement
+        assert self.last.replicas_per_device_D.max() <= 1
+        self.number += 1
         return self.num_searches > before
 
 

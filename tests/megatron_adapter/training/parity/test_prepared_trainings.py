@@ -194,7 +194,7 @@ def one_copy_jumps() -> None:
     replaced._seconds = lambda self, context, owner_E, load_E: float(len(set(owner_E[:2])) == 1)
     replaced.overlap_degree = lambda self, context: 0
     moved: Any = fssdp_strategy
-    moved.exchange_s = lambda old_E, new_E, *others: 5.0 * bool((old_E != new_E).any())
+    moved.moving_seconds = lambda old_E, new_E, *others: 5.0 * bool((old_E != new_E).any())
 
 
 def test_a_jump_in_one_copy_counts_for_all(text_data: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.records.metrics import read_metrics
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -56,11 +56,8 @@ ALL = {
 
 def cheap_links() -> None:
     from megatron_fssdp.runtime.layers import layer_profiling
-    from megatron_fssdp.strategies import layer_planning
-    from megatron_fssdp.strategies.auto import auto_strategy
-    from megatron_fssdp.strategies.flexmoe import flexmoe_strategy
+    from megatron_fssdp.strategies import auto_strategy, flexmoe_strategy, layer_planning, prophet_strategy
     from megatron_fssdp.strategies.fssdp import fssdp_strategy
-    from megatron_fssdp.strategies.prophet import prophet_strategy
 
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: LinkSet(cost, cost, cost)

@@ -1,6 +1,6 @@
-"""FasterMoE's dynamic shadowing: which experts are replicated on all devices (FasterMoE, §4.1, Alg. 1).
+"""FasterMoE: the hottest experts of each micro-batch on all devices (FasterMoE, §4.1).
 
-Shape letters: E experts, D devices.
+Shape letters: D devices, E experts.
 """
 
 from dataclasses import dataclass, replace
@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.shipped_strategies import FastermoeSettings
+from megatron_fssdp.strategies.strategy import ReplicasAfterGate
 
 
 @dataclass(frozen=True)
@@ -79,3 +83,31 @@ def select_shadows(
         least_s = seconds
         shadowed.append(expert)
     return tuple(shadowed)
+
+
+class FastermoeStrategy(ReplicasAfterGate[FastermoeSettings]):
+    """``fastermoe``: replicates shadows on all devices, selected by the exact counts (FasterMoE §4.1)."""
+
+    def exact_plan(self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan) -> LayerPlan:
+        """A plan with the shadows of this micro-batch (FasterMoE, Alg. 1)."""
+        profile = context.costs
+        costs = ShadowingCosts(
+            token_bytes=profile.token_bytes,
+            expert_bytes=profile.expert_bytes,
+            flops_per_token=profile.flops_per_token,
+            flops_per_s=profile.cluster.expert_flops_per_s,
+            bytes_per_s=1 / profile.slowest_link(context.topology).beta_s_per_byte,
+        )
+        if self.settings.latency == "authors":
+            costs = costs.of_the_authors(context.num_devices)
+        shadowed = select_shadows(
+            *(context.owner_E, counts_DE, costs),
+            most=self.slots(context),
+            remaining_exchange=self.settings.latency == "complete",
+        )
+        if not shadowed:
+            return plan
+        present_ED = plan.placement.present_ED.copy()
+        present_ED[list(shadowed)] = True
+        placement = ExpertPlacement(context.owner_E, present_ED)
+        return self.plan_of(placement, context, each_micro_batch=True)

@@ -5,21 +5,15 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, strategy_settings
-from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.auto import auto_strategy
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, select_by_seconds
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies import auto_strategy
+from megatron_fssdp.strategies.auto_strategy import AutoStrategy, select_by_seconds
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 
-TOPOLOGY = Topology.uniform(4, 2)
-LINK = LinkCost(0.0, 1e-9)
-PROFILE = LayerProfile(1e-3, ClusterCost(LINK, LINK, 1e9), 10_000, 1000, 1e5, 2)
-CONTEXT = LayerContext(1, even_owners(8, 4), TOPOLOGY, PROFILE)
+from .test_layer_planning import CONTEXT
+
 EVEN = np.full((4, 8), 100)
 HOT = EVEN + 600 * (np.arange(8) == 3)
 

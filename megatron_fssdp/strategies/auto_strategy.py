@@ -9,6 +9,7 @@ Shape letters: D devices, E experts, L MoE layers, C candidate strategies.
 import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import numpy as np
@@ -17,11 +18,10 @@ from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, 
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies.auto import AutoSettings
-from megatron_fssdp.strategies.auto.selection_report import SelectionReport
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
+from megatron_fssdp.strategies.shipped_strategies import AutoSettings
 from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,30 @@ COMPARED_ITERATIONS = 3
 
 LEAST_GAIN = 0.03
 """Share of a layer's modelled seconds that a change must save; the model knows them no better."""
+
+
+@dataclass(frozen=True)
+class SelectionReport:
+    """The result of one selection for all layers of a pipeline stage.
+
+    ``selected`` has the strategy of each layer by the layer's number, and ``changes`` the layers for which it
+    is a new one. They save ``saving_s`` modelled seconds of an iteration.
+    """
+
+    selected: dict[int, str]
+    changes: tuple[int, ...]
+    saving_s: float
+
+    def describe(self) -> str:
+        """A line for the log: which strategies are selected now."""
+        selected = ", ".join(
+            f"{name} in {_numbers([layer for layer, one in self.selected.items() if one == name])}"
+            for name in dict.fromkeys(self.selected.values())
+        )
+        if not self.changes:
+            return f"nothing changes: {selected}"
+        gain = f"predicted gain {1e3 * self.saving_s:.2f} ms of an iteration"
+        return f"selected: {selected}; new in {_numbers(self.changes)}; {gain}"
 
 
 class AutoStrategy(Strategy[AutoSettings]):
@@ -123,16 +147,14 @@ class AutoStrategy(Strategy[AutoSettings]):
         Ranks that share owners give equal results.
         """
         self._has_selected, names = True, list(self.candidates)
-        before = {layer: self.selected(layer) for layer in layers}
-        before_L = np.array([names.index(name) for name in before.values()])
+        before_L = np.array([names.index(self.selected(layer)) for layer in layers])
         selected_L = select_by_seconds(seconds_LC, before_L)
         (changed,) = np.nonzero(selected_L != before_L)
         saved_L = seconds_LC[changed, before_L[changed]] - seconds_LC[changed, selected_L[changed]]
         selected = {layer: names[index] for layer, index in zip(layers, selected_L, strict=True)}
-        report = SelectionReport(before, selected, float(sum(saved_L)))
-        for layer in report.changes:
-            self._selected[layer] = selected[layer]
-        return report
+        changes = tuple(layers[index] for index in changed)
+        self._selected.update((layer, selected[layer]) for layer in changes)
+        return SelectionReport(selected, changes, float(sum(saved_L)))
 
     def serves(self, name: str, context: LayerContext) -> bool:
         """Whether a candidate can serve a layer."""
@@ -144,8 +166,10 @@ class AutoStrategy(Strategy[AutoSettings]):
 
     def _price(self, name: str, context: LayerContext, history: LoadHistory) -> float:
         candidate = self._priced[name]
+        if not self.serves(name, context):
+            return np.inf
         try:
-            return self._seconds(candidate, context, history) if self.serves(name, context) else np.inf
+            return self._seconds(candidate, context, history)
         except Exception as error:
             if candidate.package == SHIPPED:
                 raise
@@ -157,11 +181,9 @@ class AutoStrategy(Strategy[AutoSettings]):
             return np.inf
 
     def _seconds(self, candidate: Strategy, context: LayerContext, history: LoadHistory) -> float:
-        times = context.costs.num_micro_batches
-        by_exchange = [context]
+        times, seconds, by_exchange = context.costs.num_micro_batches, [], [context]
         if self.travel.exchange == "by_price":
             by_exchange = [context.with_exchange(False), context.with_exchange(True)]
-        seconds = []
         # The oldest first: some candidates compare their plans of one iteration with the next one's counts.
         for age in reversed(range(min(COMPARED_ITERATIONS, len(history) - 1))):
             counts_DE = history.counts_DE(age)
@@ -218,3 +240,15 @@ def build_auto(settings: AutoSettings) -> AutoStrategy:
                 f"package, or leave the candidate out with --moe-strategy-set {name}=false"
             )
     return AutoStrategy(settings, candidates)
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    """Layer numbers as a text, for example ``layer 3`` or ``layers 1-4, 6``."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1][1:] = [layer]
+        else:
+            runs.append([layer])
+    ranges = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"layer{'s' if len(layers) > 1 else ''} {ranges}"
