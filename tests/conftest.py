@@ -2,13 +2,12 @@
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.browser import Browser, opened_browser
+from tests.browser import opened_browser
 
 if not torch.cuda.is_available():
     # Without a GPU, Triton interprets its kernels. It reads this when it is imported.
@@ -36,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+def _virtual_gpu(request):
     """With --virtual-gpu: run a GPU test on a virtual device, which must find no race and no other fault."""
     if not request.config.option.virtual_gpu or request.node.get_closest_marker("gpu") is None:
         yield
@@ -49,7 +48,7 @@ def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
+def browser():
     """A Chromium, for tests that need one."""
     with opened_browser() as running:
         yield running

@@ -180,13 +180,13 @@ def violations(source: str, parts: tuple[str, ...]) -> list[str]:
     return found
 
 
-def test_imports_keep_to_the_table() -> None:
+def test_imports_keep_to_the_table():
     files = {path: path.relative_to(ROOT).parts for path in ROOT.rglob("*.py")}
     found = [one for path, parts in files.items() for one in violations(path.read_text("utf-8"), parts)]
     assert not found, "\n".join(found)
 
 
-def test_the_table_has_no_cycle() -> None:
+def test_the_table_has_no_cycle():
     """No package imports a higher one: the packages can be ordered."""
     TopologicalSorter({layer: inner for layer, (inner, _) in LAYERS.items()}).prepare()
 
@@ -200,7 +200,7 @@ def files_imported(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
     return {module: imported - {module} for module, imported in found.items()}
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_circle():
     sources = {}
     for path in ROOT.rglob("*.py"):
         parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
@@ -212,7 +212,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter(imported).prepare()
 
 
-def test_a_circle_of_types_alone_is_found() -> None:
+def test_a_circle_of_types_alone_is_found():
     circle = {
         "p": ("", True),
         "p.a": ("from p import b", False),
@@ -242,5 +242,5 @@ def test_a_circle_of_types_alone_is_found() -> None:
         ("megatron_adapter/x.py", "from megatron_fssdp import cli", False),
     ],
 )
-def test_the_checker_knows_what_is_allowed(path: str, source: str, is_allowed: bool) -> None:
+def test_the_checker_knows_what_is_allowed(path, source, is_allowed):
     assert bool(violations(source, tuple(path.split("/")))) != is_allowed

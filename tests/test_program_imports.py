@@ -48,12 +48,12 @@ def missing_names(text: str) -> list[str]:
     return missing
 
 
-def test_programs_import_only_what_exists() -> None:
+def test_programs_import_only_what_exists():
     missing = {program: missing_names(program.read_text(encoding="utf-8")) for program in PROGRAMS}
     assert not {program: names for program, names in missing.items() if names}
 
 
-def test_a_missing_name_or_module_is_found() -> None:
+def test_a_missing_name_or_module_is_found():
     text = "from megatron_fssdp.config.errors import {}\nfrom megatron_fssdp.{} import x"
     assert missing_names(text.format("ConfigurationError", "nowhere")) == ["line 2: megatron_fssdp.nowhere.x"]
     assert missing_names(text.format("Absent", "nowhere"))[0] == "line 1: megatron_fssdp.config.errors.Absent"

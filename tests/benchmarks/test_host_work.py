@@ -38,11 +38,11 @@ def assert_in_budget(case: Case, found: dict[str, CountedPasses]) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_the_budgets_hold(case: Case) -> None:
+def test_the_budgets_hold(case):
     assert_in_budget(case, counts(whole=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_budgets_hold_under_every_strategy(case: Case) -> None:
+def test_the_budgets_hold_under_every_strategy(case):
     assert_in_budget(case, counts(whole=True))

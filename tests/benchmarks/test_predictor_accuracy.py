@@ -28,7 +28,7 @@ def sample(workload: str, variant: str, iteration: int, seconds: float) -> dict[
     return {"workload": workload, "variant": variant, "iteration": iteration, "seconds": seconds}
 
 
-def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_path: Path) -> None:
+def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_path):
     """Loads are balanced, links inside nodes and start-ups cost nothing, so seconds are a simple sum."""
     found = accuracy.compare(record(tmp_path, [sample("W0", "none", 1, 1.0)]), None)
     (one,) = found
@@ -41,9 +41,7 @@ def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_
     assert one.error == pytest.approx(one.simulated_s - 1)
 
 
-def test_the_command_writes_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_tables(tmp_path, monkeypatch, capsys):
     samples = [
         sample(workload, name, number, 0.05)
         for workload in ("W0", "W1")

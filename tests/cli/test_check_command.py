@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -51,7 +50,7 @@ def run_newly(*words: str, cwd: Path) -> tuple[object, str, str]:
 
 
 @pytest.mark.parametrize("runs", [run, pytest.param(run_newly, marks=pytest.mark.slow)])
-def test_a_right_command_is_ok(runs: Callable[..., tuple[object, str, str]], tmp_path: Path) -> None:
+def test_a_right_command_is_ok(runs, tmp_path):
     code, out, err = runs("check", "--", *f"{TORCHRUN} {GPT} --moe-strategy fssdp".split(), cwd=tmp_path)
     assert (code, err) == (0, "")
     assert out == "OK: pretrain_gpt can start on 2 CPU ranks; the model and the data were not built\n"
@@ -75,7 +74,7 @@ def test_a_right_command_is_ok(runs: Callable[..., tuple[object, str, str]], tmp
         ("", "got nothing after --"),
     ],
 )
-def test_a_wrong_command_is_one_line(command: str, wanted: str, tmp_path: Path) -> None:
+def test_a_wrong_command_is_one_line(command, wanted, tmp_path):
     code, out, err = run("check", "--", *command.split(), cwd=tmp_path)
     assert (code, out) == (2, "")
     assert wanted in err
@@ -84,7 +83,7 @@ def test_a_wrong_command_is_one_line(command: str, wanted: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])
-def test_train_checks_before_it_leaves_anything_behind(more: list[str], tmp_path: Path) -> None:
+def test_train_checks_before_it_leaves_anything_behind(more, tmp_path):
     data = fake_data(tmp_path / "data")
     words = ("train", str(TINY), "--set", f"data.path={data}", "--out", "new", *more)
     code, out, err = run(*words, "--moe-strategy-set", "slots=999999", cwd=tmp_path)

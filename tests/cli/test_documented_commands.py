@@ -28,12 +28,12 @@ def unknown_options(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_documented_commands_and_files_exist(page: Path) -> None:
+def test_documented_commands_and_files_exist(page):
     text = re.sub(r"\s*\\\n\s*", " ", page.read_text(encoding="utf-8"))
     wrong = {match["words"]: unknown_options(match["words"]) for match in COMMAND.finditer(text)}
     assert {command: options for command, options in wrong.items() if options} == {}
     assert [file for file in SHIPPED_FILE.findall(text) if not (ROOT / file).is_file()] == []
 
 
-def test_a_wrong_option_is_found() -> None:
+def test_a_wrong_option_is_found():
     assert unknown_options("simulate --loads W3 --clutser x # --nope") == ["--clutser"]

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from megatron_fssdp.cli.app import EXIT_BAD_INPUT
@@ -14,7 +12,7 @@ def run(*words: object) -> str:
     return python_output("-m", *words, OMP_NUM_THREADS="1", COLUMNS="120")
 
 
-def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path: Path) -> None:
+def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path):
     out = tmp_path / "pair.yaml"
     said = run(
         "megatron_fssdp.cli.app",
@@ -36,7 +34,7 @@ def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
+def test_the_command_also_runs_under_torchrun(tmp_path):
     out = tmp_path / "pair.yaml"
     words = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_fssdp", "profile")
     run(*words, "--out", out, "--name", "box", *SMALL)
@@ -63,9 +61,7 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
         (["--out", "/no/such/folder/c.yaml"], {"RANK": "1", "WORLD_SIZE": "1"}, ""),  # only rank 0 prints
     ],
 )
-def test_bad_input_ends_before_any_collective(
-    words, variables, wanted, tmp_path, monkeypatch, command
-) -> None:
+def test_bad_input_ends_before_any_collective(words, variables, wanted, tmp_path, monkeypatch, command):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -31,7 +31,7 @@ TOLERANCE = {True: 2e-3, False: 3e-5}
 
 @needs_checkout
 @pytest.mark.slow
-def test_the_table_is_that_of_the_code() -> None:
+def test_the_table_is_that_of_the_code():
     assert len(FOUND) == 68
     page = recipes.PAGE.read_text(encoding="utf-8")
     assert recipes.written_table(page) == recipes.table(FOUND, recipes.refusals(FOUND))
@@ -47,7 +47,7 @@ def _small_copies() -> dict[str, recipes.SmallCopy]:
 
 
 @pytest.fixture(scope="module")
-def refusal_of() -> dict[str, str | None]:
+def refusal_of():
     return dict(zip((recipe.name for recipe in FOUND), recipes.refusals(FOUND), strict=True))
 
 
@@ -55,9 +55,7 @@ def refusal_of() -> dict[str, str | None]:
 @pytest.mark.slow
 # Without these identifiers, pytest numbers the longest names.
 @pytest.mark.parametrize("name", _small_copies(), ids=list(_small_copies()))
-def test_a_small_copy_trains_with_stock_losses(
-    name: str, refusal_of: dict[str, str | None], text_data: Path
-) -> None:
+def test_a_small_copy_trains_with_stock_losses(name, refusal_of, text_data):
     if refusal_of[name] is not None:
         pytest.skip(f"refused: {refusal_of[name]}")
     copy = _small_copies()[name]

@@ -67,7 +67,7 @@ RECORDS: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 
 
-def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
     write_loads(tmp_path)
     write_placements(tmp_path)
     loads = LoadsWriter(tmp_path, LAYERS)
@@ -84,7 +84,7 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     assert shown.most_replicas == NUM_EXPERTS * NUM_DEVICES - NUM_EXPERTS
 
 
-def test_iterations_are_sliced_in_every_array(tmp_path: Path) -> None:
+def test_iterations_are_sliced_in_every_array(tmp_path):
     write_loads(tmp_path)
     loads = read_loads(tmp_path)
     last = loads.of_iterations(slice(-1, None))
@@ -102,7 +102,7 @@ def check_micro_batches(folder: Path, wanted: dict[int, list[np.ndarray]]) -> No
             assert not counts_ZLDE[len(counts_ZDE) :, layer].any()
 
 
-def test_iterations_have_other_numbers_of_micro_batches_one_or_unknown_ones(tmp_path: Path) -> None:
+def test_iterations_have_other_numbers_of_micro_batches_one_or_unknown_ones(tmp_path):
     writer, wanted = MicroBatchLoadsWriter(tmp_path, LAYERS), dict[int, list[np.ndarray]]()
     for iteration, numbers in enumerate([(1, 1), (3, 3), (2, 0), (1, 1), (), (0, 3)], start=1):
         counts_LZDE = single(*numbers, seed=iteration)
@@ -116,7 +116,7 @@ def test_iterations_have_other_numbers_of_micro_batches_one_or_unknown_ones(tmp_
 
 
 @pytest.mark.parametrize("numbers", [(1, 1), (), (2, 2)])
-def test_a_resumed_run_keeps_none_that_it_repeats(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+def test_a_resumed_run_keeps_none_that_it_repeats(tmp_path, numbers):
     write_micro_batches(tmp_path)
     again = single(*numbers, seed=9)
     MicroBatchLoadsWriter(tmp_path, LAYERS).append(2, again)
@@ -125,9 +125,7 @@ def test_a_resumed_run_keeps_none_that_it_repeats(tmp_path: Path, numbers: tuple
     assert not (tmp_path / MICRO_BATCH_LOADS_FILE).exists()
 
 
-def test_large_files_have_fewer_and_fewer_stretches_of_iterations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_have_fewer_and_fewer_stretches_of_iterations(tmp_path, monkeypatch):
     counts_LZDE = single(2, 2)
     num_bytes = 4 * sum(one.size for one in counts_LZDE)
     monkeypatch.setattr(loads_module, "MOST_BYTES", 24 * num_bytes)
@@ -182,7 +180,7 @@ def assert_refused(record: str, file: Path, words: str | None = None) -> None:
 
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("words", CHANGES)
-def test_changed_rows_are_refused(tmp_path: Path, record: str, words: str) -> None:
+def test_changed_rows_are_refused(tmp_path, record, words):
     file = RECORDS[record][0](tmp_path)
     content = rows_in(file)
     CHANGES[words](content)
@@ -191,7 +189,7 @@ def test_changed_rows_are_refused(tmp_path: Path, record: str, words: str) -> No
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_other_kinds_of_files_are_refused(tmp_path: Path, record: str) -> None:
+def test_other_kinds_of_files_are_refused(tmp_path, record):
     file = RECORDS[record][0](tmp_path)
     content = file.read_bytes()
     for kept in (0, 1, 30, len(content) // 2, len(content) - 1):
@@ -206,7 +204,7 @@ def test_other_kinds_of_files_are_refused(tmp_path: Path, record: str) -> None:
         RECORDS[record][1](tmp_path)
 
 
-def test_placements_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+def test_placements_that_contradict_themselves_are_refused(tmp_path):
     file = write_placements(tmp_path)
     content = rows_in(file)
     save_rows(file, **{**content, "owned_bits": np.concatenate([content["owned_bits"]] * 2, axis=-1)})

@@ -43,7 +43,7 @@ def checked(path: Path) -> list[int]:
     return found["iterations"].tolist()
 
 
-def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Path) -> None:
+def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path):
     path = tmp_path / "run" / "values.npy"
     writer = Writer(path)
     for iteration in range(1, 12):  # the number of rows gets a second digit
@@ -55,7 +55,7 @@ def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Pat
     assert [file.name for file in path.parent.iterdir()] == ["values.npy"]
 
 
-def test_an_iteration_adds_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+def test_an_iteration_adds_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path):
     path = tmp_path / "values.npy"
     writer = Writer(path)
     writer.add(1, num_numbers=1000)
@@ -73,9 +73,7 @@ def test_an_iteration_adds_its_own_bytes_and_a_full_disk_changes_nothing(tmp_pat
 
 @pytest.mark.parametrize("is_resumed", [True, False])
 @pytest.mark.parametrize("again_from", [1, 2, 4, 5])
-def test_a_repeated_iteration_replaces_itself_and_all_later_ones(
-    tmp_path: Path, again_from: int, is_resumed: bool
-) -> None:
+def test_a_repeated_iteration_replaces_itself_and_all_later_ones(tmp_path, again_from, is_resumed):
     path = tmp_path / "values.npy"
     writer = Writer(path)
     writer.add(1, 2, 3, 4)
@@ -92,7 +90,7 @@ def _append_many(path: Path, first: int) -> None:
         time.sleep(0.0005)  # without it, the file grows faster than it can be read
 
 
-def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
+def test_a_killed_run_keeps_all_complete_iterations(tmp_path):
     """Kill a writer at any moment, again and again, and read its file while it writes."""
     path = tmp_path / "values.npy"
     last = 0
@@ -116,7 +114,7 @@ def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
         last = found[-1]
 
 
-def test_other_layers_names_and_shapes_are_refused(tmp_path: Path) -> None:
+def test_other_layers_names_and_shapes_are_refused(tmp_path):
     path = tmp_path / "values.npy"
     writer = Writer(path)
     writer.add(1)

@@ -8,7 +8,7 @@ from megatron_fssdp.report.measures import shown_runs
 from megatron_fssdp.report.page import Page
 from megatron_fssdp.report.run_page import run_page
 
-from ..browser import WIDTHS, Browser, needs_browser
+from ..browser import WIDTHS, needs_browser
 from .made_runs import write_made_run
 from .made_simulation import made_simulation_page
 
@@ -39,7 +39,7 @@ PAGES: dict[str, Callable[[Path], Page]] = {
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_nothing_is_wrong_with_a_page(name: str, browser: Browser, tmp_path: Path) -> None:
+def test_nothing_is_wrong_with_a_page(name, browser, tmp_path):
     path = tmp_path / "page.html"
     PAGES[name](tmp_path).write(path)
     for width in WIDTHS if name == "run" else WIDTHS[::2]:

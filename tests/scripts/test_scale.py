@@ -15,7 +15,7 @@ from megatron_fssdp.strategies.layer_plan import LayerPlan
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "docs"
 
 
-def test_messages_are_those_that_the_runtime_posts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_those_that_the_runtime_posts(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     scale = importlib.import_module("scale")
     job, _ = scale.stage_of("Mixtral 8x22B", 64)
@@ -45,7 +45,7 @@ def test_messages_are_those_that_the_runtime_posts(monkeypatch: pytest.MonkeyPat
     assert found_XD[2].sum() == pytest.approx(placement.num_replicas * elements * (2 + 4) / 2**30)
 
 
-def test_a_stage_has_all_devices_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_has_all_devices_and_layers(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     scale = importlib.import_module("scale")
     for model in scale.MODELS:

@@ -10,7 +10,7 @@ CHECK = ("shellcheck", "--shell=bash", "--severity=style", "--external-sources",
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_shell_script_has_no_problem(script: Path) -> None:
+def test_a_shell_script_has_no_problem(script):
     for words in (("bash", "-n"), CHECK):
         if shutil.which(words[0]):
             done = subprocess.run([*words, script], capture_output=True, text=True)

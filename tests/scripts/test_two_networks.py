@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +30,7 @@ ITERATIONS, SAVED_EVERY = 40, 5
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[NodeCommands]:
+def network():
     if os.geteuid() != 0:
         pytest.skip("only root may enter the namespaces of another process")
     if refusal := namespaces_refusal():
@@ -48,7 +46,7 @@ def losses(run: TwoNodes) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def one_node(network: NodeCommands, tmp_path_factory: pytest.TempPathFactory) -> TwoNodes:
+def one_node(network, tmp_path_factory):
     """Train with the same ranks on one node."""
     folder = tmp_path_factory.mktemp("one")
     with TwoNodes(folder, network.on, train_iters=ITERATIONS) as run:
@@ -57,9 +55,7 @@ def one_node(network: NodeCommands, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def test_two_nodes_train_with_the_losses_of_one(
-    one_node: TwoNodes, network: NodeCommands, tmp_path: Path
-) -> None:
+def test_two_nodes_train_with_the_losses_of_one(one_node, network, tmp_path):
     with TwoNodes(tmp_path, network.on, train_iters=ITERATIONS) as run:
         run.start(**ON_NETWORK)
         assert run.exit_codes() == [0, 0], run.said()
@@ -71,7 +67,7 @@ def test_two_nodes_train_with_the_losses_of_one(
     assert not any(layer.cross_node_tokens for layer in read_metrics(one_node.out)[0].layers)
 
 
-def test_a_node_that_died_rejoins_the_run(one_node: TwoNodes, network: NodeCommands, tmp_path: Path) -> None:
+def test_a_node_that_died_rejoins_the_run(one_node, network, tmp_path):
     """The other node restarts its ranks and waits for it; both resume from the last checkpoint."""
     with TwoNodes(tmp_path, network.on, train_iters=ITERATIONS, save_interval=SAVED_EVERY) as run:
         run.start(**ON_NETWORK, MAX_RESTARTS="2")

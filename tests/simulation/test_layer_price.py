@@ -141,7 +141,7 @@ def nearly(value: Any) -> Any:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
-def test_one_more_layer_adds_its_price(case: Case) -> None:
+def test_one_more_layer_adds_its_price(case):
     fewer_s, more_s = case.simulated_parts_s(2), case.simulated_parts_s(3)
     parts_s, price = {part: more_s[part] - fewer_s[part] for part in more_s}, case.price()
     assert parts_s["other compute"] == nearly(price.before_s)

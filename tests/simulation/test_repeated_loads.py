@@ -18,7 +18,7 @@ def outcome_of(name: str, counts_ILDE: np.ndarray) -> StrategyOutcome:
 @pytest.mark.parametrize(
     "name", ["ep", "fssdp", "prophet", "fastermoe", "quota", "smartmoe", "flexmoe", "auto"]
 )
-def test_results_are_those_of_computing_everything_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_those_of_computing_everything_anew(name, monkeypatch):
     rng = np.random.default_rng(0)
     loads = [rng.multinomial(16, rng.dirichlet(np.full(8, 0.4)), size=(2, 4)) for _ in range(2)]
     # The loads repeat, so that replicas are renewed under equal ones, jump once, and return.

@@ -18,9 +18,9 @@ def expert_parallel_size(rank: int, world_size: int) -> int:
     return parallel_state.get_expert_model_parallel_world_size()
 
 
-def test_ranks_communicate_over_gloo() -> None:
+def test_ranks_communicate_over_gloo():
     assert run_ranks(sum_of_ranks, 4, 10) == [46] * 4
 
 
-def test_ranks_have_megatrons_parallel_state() -> None:
+def test_ranks_have_megatrons_parallel_state():
     assert run_megatron_ranks(expert_parallel_size, 4, ep=2) == [2] * 4

@@ -40,7 +40,7 @@ def call_all(rank: int, world_size: int) -> dict[str, Any]:
         return all_calls(rank, "cpu")
 
 
-def test_every_call_moves_the_data_that_nccl_would_move() -> None:
+def test_every_call_moves_the_data_that_nccl_would_move():
     for rank, results in enumerate(run_ranks(call_all, 2)):
         assert results == {name: values[rank] for name, values in RESULTS.items()}
 
@@ -60,7 +60,7 @@ def call_in_order(rank: int, world_size: int) -> tuple[bool, list[float]]:
         return was_complete and rank == 0, [*x.tolist(), *y.tolist()]
 
 
-def test_calls_return_at_once_and_results_come_with_the_wait() -> None:
+def test_calls_return_at_once_and_results_come_with_the_wait():
     assert run_ranks(call_in_order, 2) == [(False, [2, 2, 1, 1])] * 2
 
 
@@ -69,7 +69,7 @@ def run_cases(rank: int, world_size: int) -> list[float]:
         return [max(CaseRun(case).run().errors.values()) for case in CASES]
 
 
-def test_layers_equal_the_reference() -> None:
+def test_layers_equal_the_reference():
     for errors in run_layer_ranks(run_cases, 4):
         assert max(errors) <= 1e-10
 
@@ -98,7 +98,7 @@ def run_script(rank: int, world_size: int, words: list[str], folder: Path) -> An
     return ended.value.code
 
 
-def test_a_script_runs_with_its_arguments(tmp_path: Path) -> None:
+def test_a_script_runs_with_its_arguments(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     assert not any(run_ranks(run_script, 2, [str(script), "--size", str(tmp_path)], tmp_path))
@@ -114,5 +114,5 @@ def fail(rank: int, world_size: int) -> str:
         return str(error.value)
 
 
-def test_an_error_of_gloo_is_raised_by_the_wait() -> None:
+def test_an_error_of_gloo_is_raised_by_the_wait():
     assert all(run_ranks(fail, 2))

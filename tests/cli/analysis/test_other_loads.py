@@ -48,7 +48,7 @@ def sources(folder: Path) -> list[Path]:
     return [folder / name for name in ("traces", "counts.npy", "counts.csv", "sums.npy")]
 
 
-def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path: Path) -> None:
+def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path):
     results = []
     for path in sources(tmp_path):
         output = command("simulate", "--loads", path, *SIMULATE, "--out", tmp_path / "out")
@@ -59,7 +59,7 @@ def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path: Path) -> None
     assert results[3]["ep"] == pytest.approx(results[0]["ep"], rel=0.2)
 
 
-def test_all_forms_have_a_page(tmp_path: Path) -> None:
+def test_all_forms_have_a_page(tmp_path):
     for path in sources(tmp_path):
         page = tmp_path / f"{path.name}.html"
         output = command("report", path, *MODEL, "--out", page)
@@ -72,7 +72,7 @@ def test_all_forms_have_a_page(tmp_path: Path) -> None:
     assert found["page"] == str(tmp_path / "save" / "report.html")
 
 
-def test_a_file_or_folder_of_ones_own_may_be_named_as_a_record(tmp_path: Path) -> None:
+def test_a_file_or_folder_of_ones_own_may_be_named_as_a_record(tmp_path):
     np.save(tmp_path / "loads.npy", write_traces(tmp_path / "traces", [1, 1], 2, passes=(3, 3, 3)))
     (tmp_path / "own").mkdir()
     shutil.copy(tmp_path / "loads.npy", tmp_path / "own")
@@ -85,7 +85,7 @@ def test_a_file_or_folder_of_ones_own_may_be_named_as_a_record(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("verb", ["simulate", "report"])
-def test_what_is_wrong_is_told_before_anything_is_written(verb: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_before_anything_is_written(verb, tmp_path):
     write_traces(tmp_path / "traces", [2], 2)
     file = tmp_path / "traces" / "router_trace_rank1.jsonl"
     file.write_bytes(file.read_bytes()[:-9])
@@ -104,7 +104,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(verb: str, tmp_path: P
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_recorded_run_has_a_model_of_its_own(tmp_path: Path) -> None:
+def test_a_recorded_run_has_a_model_of_its_own(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigurationError, match=r"--model: .*describes its model"):
         command("report", tmp_path, *MODEL)

@@ -27,7 +27,7 @@ def simulate(out: Path, loads: str, *more: str) -> str:
     return result.output
 
 
-def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
+def test_a_workload_is_simulated_end_to_end(tmp_path):
     output = simulate(tmp_path, "W3", "--iterations", "8", *BIG)
     assert "simulating fssdp (2 of 2 strategies)\n" in output
     ranking = json.loads((tmp_path / "ranking.json").read_text())
@@ -69,7 +69,7 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert "Pro-Prophet" in page.texts["what-is-assumed"]  # the source of the cluster's figures
 
 
-def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
+def test_a_recorded_run_is_simulated(tmp_path):
     rng = np.random.default_rng(0)
     writer = LoadsWriter(tmp_path / "run", [1, 2, 3, 4])
     for iteration in range(1, 6):
@@ -83,7 +83,7 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "simulation.html").exists()
 
 
-def test_loads_that_change_between_micro_batches_are_simulated(tmp_path: Path) -> None:
+def test_loads_that_change_between_micro_batches_are_simulated(tmp_path):
     more = ("--iterations", "5", "--no-plots", "--strategies", "ep,quota")
     more = (*more, "--set", "training.micro_batch_size=4", "--set", "training.global_batch_size=64")
     simulate(tmp_path / "jump", "jump-micro", *more)
@@ -114,12 +114,12 @@ def test_loads_that_change_between_micro_batches_are_simulated(tmp_path: Path) -
         ),
     ],
 )
-def test_jobs_that_do_not_fit_are_refused(tmp_path: Path, changes: tuple[str, ...], message: str) -> None:
+def test_jobs_that_do_not_fit_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigurationError, match=message):
         simulate(tmp_path / "out", "W0", "--no-plots", *changes)
 
 
-def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
+def test_a_model_of_several_files_is_simulated(tmp_path):
     (tmp_path / "batch.yaml").write_text("training: {micro_batch_size: 64, global_batch_size: 256}")
     more = ("--iterations", "3", "--no-plots", "--strategies", "ep")
     simulate(tmp_path / "out", "W3", *more, "--model", str(tmp_path / "batch.yaml"))
@@ -129,7 +129,7 @@ def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "same" / "ranking.json").read_text())["strategies"] == ranking["strategies"]
 
 
-def test_the_output_names_settings_that_are_not_defaults(tmp_path: Path) -> None:
+def test_the_output_names_settings_that_are_not_defaults(tmp_path):
     (tmp_path / "alg1.yaml").write_text("strategy: {name: fssdp, settings: {planner: hecate}}")
     arguments = ("--iterations", "3", "--no-plots", "--strategies", "ep,fssdp", *BIG)
     printed = simulate(tmp_path / "out", "W3", *arguments, "--model", str(tmp_path / "alg1.yaml"))

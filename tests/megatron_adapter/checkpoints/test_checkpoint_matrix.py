@@ -81,7 +81,7 @@ class Shelf:
 
 
 @pytest.fixture(scope="session")
-def shelf(tmp_path_factory: pytest.TempPathFactory, text_data: Path) -> Shelf:
+def shelf(tmp_path_factory, text_data):
     return Shelf(tmp_path_factory.mktemp("shelf"), text_data)
 
 
@@ -90,7 +90,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, text_data: Path) -> Shelf:
     [pytest.param(cell, marks=[pytest.mark.slow] * (cell not in SHORT)) for cell in CELLS],
     ids="{0[0]}-{0[1]}_ep{0[2]}-{0[3]}_ep{0[4]}".format,
 )
-def test_training_resumes_with_the_same_losses(cell: Cell, shelf: Shelf) -> None:
+def test_training_resumes_with_the_same_losses(cell, shelf):
     optimizer, writer, written_size, reader, size = cell
     rest, wanted = shelf.read(cell), shelf.wanted(optimizer, written_size, size)
     if (writer, reader) == ("moved", "moved") and size != written_size:

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ SAVING = "{EP2} {TORCH_DIST} --no-load-rng --no-save-rng --train-iters 4 --save-
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(
-    text_data: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(text_data, tmp_path):
     losses = train(2, f"{SAVING} --save {tmp_path}", text_data).losses
     again = f"{SAVING} --load {tmp_path} --ckpt-step 2 --save {tmp_path}"
     with pytest.raises(RankError):

@@ -47,12 +47,12 @@ def slots_of(numbers: tuple[int, ...], owners: OwnerMap | None) -> Any:
         (TWICE, (2, 4, 2), "used twice"),
     ],
 )
-def test_hints_of_other_layouts_are_not_used(hint: Any, sizes: Any, match: str) -> None:
+def test_hints_of_other_layouts_are_not_used(hint, sizes, match):
     with pytest.raises(ValueError, match=match):
         fitting_owners(hint, layout(NUMBERS[0], sizes and OwnerMap.even(*sizes)), 0, 2)
 
 
-def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used() -> None:
+def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used():
     found = run_megatron_ranks(_gather, 4, ep=2, pp=2)
     assert [hint["stages"] for hint, *_ in found] == [[None, OTHER]] * 4
     assert [none for _, none, *_ in found] == [None] * 4
@@ -93,7 +93,7 @@ def _gather(rank: int, world_size: int) -> Any:
         ("auto", {}, "choices loads"),
     ],
 )
-def test_checkpoints_keep_what_a_run_may_change(name: str, keys: dict[str, Any], wanted: str) -> None:
+def test_checkpoints_keep_what_a_run_may_change(name, keys, wanted):
     """Where owners stay, checkpoint formats that identify experts by position are allowed."""
     from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 

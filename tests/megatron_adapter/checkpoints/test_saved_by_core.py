@@ -78,7 +78,7 @@ def save_in_formats(rank: int, world_size: int, folder: Path) -> list[tuple[Any,
     return [save_and_resume(folder, sharding) for sharding in FORMATS]
 
 
-def test_moved_experts_and_their_states_resume_under_any_strategy(tmp_path: Path) -> None:
+def test_moved_experts_and_their_states_resume_under_any_strategy(tmp_path):
     for of_rank in run_megatron_ranks(save_in_formats, 2, tmp_path, ep=2):
         for (wanted, *others), moved, refusal in of_rank:
             assert moved == [False, True, True]  # Experts are home for the save, and move back.

@@ -19,7 +19,7 @@ from tests.support.training_preload import run_megatron_ranks
 from ..layer.small_config import build_layer, moe_config
 
 
-def test_the_device_variable_selects_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_variable_selects_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not cpu_runtime.requested()
     monkeypatch.setenv(cpu_runtime.DEVICE_VARIABLE, "cpu")
@@ -32,7 +32,7 @@ def test_the_device_variable_selects_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
         cpu_runtime.requested()
 
 
-def test_nothing_is_replaced_in_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_in_a_gpu_run(monkeypatch):
     monkeypatch.setenv(cpu_runtime.DEVICE_VARIABLE, "cuda")
     with pytest.raises(ConfigurationError, match="torch finds no CUDA device"):
         cpu_runtime.install()
@@ -64,7 +64,7 @@ def gather_and_exchange(rank: int, world_size: int) -> None:
         assert torch.equal(ours, stock)
 
 
-def test_messages_take_one_hop_and_are_posted_at_once() -> None:
+def test_messages_take_one_hop_and_are_posted_at_once():
     run_ranks(gather_and_exchange, 3)
 
 
@@ -84,7 +84,7 @@ def first_weights(rank: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:
     return found
 
 
-def test_experts_differ_between_expert_parallel_ranks_and_nowhere_else() -> None:
+def test_experts_differ_between_expert_parallel_ranks_and_nowhere_else():
     """Copies are equal, tensor-parallel parts are cut from one expert, and later layers are equal."""
     whole, cut = (run_megatron_ranks(first_weights, 4, tp=etp, etp=etp, ep=2) for etp in (1, 2))
     for of_ranks, parts in zip(zip(*whole, strict=True), zip(*cut, strict=True), strict=True):

@@ -32,7 +32,7 @@ def exchange(num_near: int) -> tuple[int, dict[int, int]]:
     return sent_bytes, rows
 
 
-def test_every_rank_sends_the_stated_bytes_to_the_ranks_that_count() -> None:
+def test_every_rank_sends_the_stated_bytes_to_the_ranks_that_count():
     for rank, of_rank in enumerate(run_megatron_ranks(exchanges, 4)):
         for num_near, (sent_bytes, rows) in enumerate(of_rank):
             assert 4 * rows[(rank + 1) % 4] * (3 - num_near) == sent_bytes

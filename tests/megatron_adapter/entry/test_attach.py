@@ -7,12 +7,12 @@ from megatron_fssdp.config.errors import ConfigurationError
 from tests.support.training_preload import run_megatron_ranks
 
 
-def test_the_former_functions_name_their_successor() -> None:
+def test_the_former_functions_name_their_successor():
     with pytest.raises(AttributeError, match="attach"):
         megatron_fssdp.start_session  # noqa: B018
 
 
-def test_the_environment_asks_for_a_strategy_with_settings() -> None:
+def test_the_environment_asks_for_a_strategy_with_settings():
     run_megatron_ranks(_check_environment, 2, ep=2)
 
 

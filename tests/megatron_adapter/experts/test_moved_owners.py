@@ -85,7 +85,7 @@ def run(name: str, data: Path, *, stock: bool = False) -> TrainingRun:
 
 
 @pytest.mark.parametrize("name", [*DEFAULT, *slow(list(ROWS)[3:])])
-def test_losses_equal_stock_megatron(name: str, text_data: Path) -> None:
+def test_losses_equal_stock_megatron(name, text_data):
     package = PACKAGES.get(name.split()[0])
     if package is not None and find_spec(package) is None:
         pytest.skip(f"Megatron needs {package} for this optimizer")
@@ -99,7 +99,7 @@ def test_losses_equal_stock_megatron(name: str, text_data: Path) -> None:
     assert any("re-sharded" in message for message in ours.messages) == (ROWS[name][3] not in NEVER_MOVE)
 
 
-def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data: Path) -> None:
+def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data):
     before = partial(call, ["freeze_some"])
     for one in train_on_all_ranks(2, "{EP2} --train-iters 6", text_data, strategy="fssdp", before=before):
         assert one.exit_code == 2
@@ -108,7 +108,7 @@ def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data: Pa
         assert "reshard_interval=0" in line
 
 
-def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data: Path) -> None:
+def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data):
     arguments, strategy = "{EP2} --train-iters 3 {OVERLAPS}", "fssdp slots=0 reshard_interval=100"
     undisturbed = train(4, arguments, text_data, strategy=strategy)
     tried = train(4, arguments, text_data, strategy=strategy, before=try_what_is_refused)
@@ -164,9 +164,7 @@ def freeze(experts: slice) -> None:
     """Freeze experts as a user does between building and wrapping a model."""
     from megatron.core.distributed import DistributedDataParallel
 
-    def wrapped(
-        init: Any, self: Any, config: Any, ddp_config: Any, module: Any, *more: Any, **kw: Any
-    ) -> None:
+    def wrapped(init, self, config, ddp_config, module, *more, **kw):
         for one in module.modules():
             for expert in getattr(one, "local_experts", [])[experts]:
                 expert.requires_grad_(False)

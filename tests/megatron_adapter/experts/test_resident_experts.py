@@ -1,7 +1,6 @@
 """Resident replicas stay equal to their owners, and checkpoints do not contain them."""
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +42,7 @@ EXPERT = {"is_expert_parallel": True}  # of a parameter group
 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND, *slow(SLOW)])
-def test_resident_replicas_stay_equal_to_their_owners(name: str, text_data: Path) -> None:
+def test_resident_replicas_stay_equal_to_their_owners(name, text_data):
     arguments, *adam = LAYOUTS[name]
     before = partial(compare_in_training, counts_in_groups=adam == ["counts in groups"])
     run = train(4, f"{arguments} --train-iters 6", text_data, strategy=FLEXMOE, before=before)
@@ -58,7 +57,7 @@ def test_resident_replicas_stay_equal_to_their_owners(name: str, text_data: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
-def test_checkpoints_hold_each_expert_once(optimizer: str, text_data: Path, tmp_path: Path) -> None:
+def test_checkpoints_hold_each_expert_once(optimizer, text_data, tmp_path):
     layout = f"{{EP2}} {optimizer} {{TORCH_DIST}} --no-load-rng --no-save-rng --train-iters 8 {CHANGING}"
     whole, keys = train(2, layout, text_data, strategy="ep"), {}
     for writer, readers in (("ep", [FLEXMOE]), (FLEXMOE, ["ep", FLEXMOE])):
@@ -86,7 +85,7 @@ def train_without_gloo_groups(rank: int, world_size: int) -> list[Trained]:
     return [trained(strategy, swift)[0] for strategy in (("none", {}), ("flexmoe", flexmoe))]
 
 
-def test_a_host_may_have_no_groups_of_gloo() -> None:
+def test_a_host_may_have_no_groups_of_gloo():
     """NeMo-RL makes none."""
     for stock, found in run_megatron_ranks(train_without_gloo_groups, 2, ep=2):
         assert_equal(found, stock, "flexmoe")
@@ -96,7 +95,7 @@ class LayerWiseDistributedOptimizer:
     chained_optimizers = ()
 
 
-def test_a_layer_wise_optimizer_is_refused() -> None:
+def test_a_layer_wise_optimizer_is_refused():
     from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
 
     nothing: Any = None
@@ -104,7 +103,7 @@ def test_a_layer_wise_optimizer_is_refused() -> None:
         ResidentExperts(nothing, 1, [], LayerWiseDistributedOptimizer(), nothing)
 
 
-def test_states_begin_like_those_of_parameters_with_equal_settings() -> None:
+def test_states_begin_like_those_of_parameters_with_equal_settings():
     """Megatron's Muon gives weights a momentum, and Adam trains biases."""
     from megatron_fssdp.megatron_adapter.experts.resident_experts import _start_states_like
 

@@ -22,7 +22,7 @@ TOKENS, HIDDEN, EXPERTS = 24, 8, 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_empty_slots_sum_in_the_data_type_of_their_neighbours(dtype: torch.dtype) -> None:
+def test_empty_slots_sum_in_the_data_type_of_their_neighbours(dtype):
     weights = [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(2)]
     for one in weights:
         one.main_grad = torch.zeros_like(one, dtype=dtype)
@@ -40,7 +40,7 @@ class Additions(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def test_empty_slots_have_no_gradients_to_add_and_share_their_memory() -> None:
+def test_empty_slots_have_no_gradients_to_add_and_share_their_memory():
     assert run_megatron_ranks(_with_empty_slots, 1) == [2 * 6]
 
 
@@ -69,7 +69,7 @@ def _with_empty_slots(rank: int, world_size: int) -> int:
     return additions.num
 
 
-def test_quantized_copies_end_with_the_weights_of_an_iteration() -> None:
+def test_quantized_copies_end_with_the_weights_of_an_iteration():
     assert run_megatron_ranks(_kept_copies, 1) == [[[2, 0], [0, 3], [0, 0], [2, 0]]]
 
 
@@ -99,7 +99,7 @@ def draw(rank: int) -> torch.Tensor:
     return (hidden + 1).requires_grad_()  # A common direction: some experts are hot.
 
 
-def test_hooks_on_the_expert_module_run_once_and_hooks_inside_are_refused() -> None:
+def test_hooks_on_the_expert_module_run_once_and_hooks_inside_are_refused():
     """Inside, a hook would see the rows of whatever expert is in a slot."""
     for found in run_megatron_ranks(_hooked, 2, ep=2):
         for name, (num_seen, difference, message) in found.items():
@@ -193,7 +193,7 @@ CHANGES: list[tuple[str, Callable[[Any], object], tuple[bool, ...]]] = [
 ]
 
 
-def test_changed_experts_are_refused() -> None:
+def test_changed_experts_are_refused():
     """Hosts wrap, quantize and replace parts, add hooks, and replace methods of single objects."""
     for messages in run_megatron_ranks(_changed, 2, ep=2):
         for what, message in messages:

@@ -307,13 +307,7 @@ LOOPS: dict[str, Callable[[Any, int], None]] = {
 }
 
 
-def train_under(
-    rank: int,
-    world_size: int,
-    loop: str,
-    strategies: list[tuple[str, dict[str, Any]]],
-    options: dict[str, Any],
-) -> list[Trained]:
+def train_under(rank, world_size, loop, strategies, options):
     """Train in one process under one strategy after another; each has a model of its own."""
     import megatron_fssdp
     from megatron_fssdp.megatron_adapter.wrapping import wrap

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,7 @@ EXPERT_ELEMENTS = 2 * 32 * 64 + 64 + 32
 
 
 @pytest.mark.parametrize("name", [FIRST, *slow(SLOW)])
-def test_accounted_bytes_equal_allocated_bytes(name: str, text_data: Path) -> None:
+def test_accounted_bytes_equal_allocated_bytes(name, text_data):
     """After re-shards, sizes hold and each rank's optimizer part is as large as under plain EP."""
     world_size, layout, sizes = int(LAYOUTS[name][0]), *LAYOUTS[name][1:]
     found = {}
@@ -69,7 +68,7 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("name", ["in_turn", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: Path) -> None:
+def test_each_micro_batch_in_flight_has_its_own_replicas(name, text_data):
     """Count the weights of all replicas after a gather, in a pipeline of two stages of two ranks."""
     more, layers_of_stage = PIPELINES[name]
     arguments = f"{{EP2}} {{PP2}} --train-iters 3 {{BATCH16}} {more}"
@@ -83,7 +82,7 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: P
         assert allocated == (accounted if rank % 2 else 0)
 
 
-def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_batches_are_accounted_with_the_largest(monkeypatch):
     from megatron.core import num_microbatches_calculator
 
     from megatron_fssdp.megatron_adapter.iterations.training_reports import _most_micro_batches

@@ -37,7 +37,7 @@ def drop_references(rank: int, world_size: int) -> list[tuple[int, int, bool]]:
     return found
 
 
-def test_a_model_that_is_dropped_gives_its_memory_back() -> None:
+def test_a_model_that_is_dropped_gives_its_memory_back():
     """NeMo-RL wraps a reference, too, copies its weights, and drops it."""
     for of_rank in run_megatron_ranks(drop_references, 2, ep=2):
         assert of_rank == [(2, 1, True)] * 3

@@ -1,6 +1,5 @@
 """Under the loops of all hosts, strategies have stock's losses and gradients, and plans from loads."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,19 +19,19 @@ OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_trains_as_stock_megatron(loop: str) -> None:
+def test_a_loop_trains_as_stock_megatron(loop):
     compare(loop, [MOVING])
 
 
 @pytest.mark.parametrize(
     "loop", ["nemo", *slow([loop for loop in LOOPS if loop not in ("nemo", "offloading")])]
 )
-def test_a_loop_that_overlaps_trains_as_stock_megatron(loop: str) -> None:
+def test_a_loop_that_overlaps_trains_as_stock_megatron(loop):
     compare(loop, ALL if loop != "nemo" else [MOVING], **OVERLAPS)
 
 
 @pytest.mark.parametrize("loop", ["by_hand", *slow([loop for loop in LOOPS if loop != "by_hand"])])
-def test_none_records_the_loads_of_a_loop(loop: str, tmp_path: Path) -> None:
+def test_none_records_the_loads_of_a_loop(loop, tmp_path):
     names = ("none", "ep")
     strategies = [("none", {}), *((name, {"record_dir": str(tmp_path / name)}) for name in names)]
     for stock, recorded, _ in run_megatron_ranks(train_under, 2, loop, strategies, {}, ep=2):

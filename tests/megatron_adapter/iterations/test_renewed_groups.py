@@ -70,7 +70,7 @@ def train(rank: int, world_size: int) -> list[Trained]:
     return results
 
 
-def test_groups_that_are_made_anew_train_as_stock_megatron() -> None:
+def test_groups_that_are_made_anew_train_as_stock_megatron():
     ranks = run_ranks(train, 2, preload=MEGATRON_PRELOAD)
     for stock, found in ranks:
         assert_equal(found, stock, "renewed")

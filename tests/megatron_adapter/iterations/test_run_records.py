@@ -31,9 +31,7 @@ RESHARDING = "reshard_interval=3 overlap_degree=1 slots=1"
         pytest.param(PEERS, 2, id="two expert-tensor-parallel peers"),
     ],
 )
-def test_all_devices_and_layers_are_recorded(
-    layout: str, num_sources: int, text_data: Path, tmp_path: Path
-) -> None:
+def test_all_devices_and_layers_are_recorded(layout, num_sources, text_data, tmp_path):
     # Without slots, replicas come and go with each pass until memory is measured: here in two micro-batches.
     settings, num_gathers, num_reductions = ("", 4, 2) if layout == PEERS else ("slots=8", 1, 1)
     strategy = f"fssdp {settings} record_dir={tmp_path}"
@@ -91,7 +89,7 @@ def note_routing() -> None:
 
 
 @pytest.fixture(scope="module")
-def staged(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path]:
+def staged(text_data, tmp_path_factory):
     """Two pipeline stages with four micro-batches, re-sharding, and boards; and the folder of all records."""
     folder = tmp_path_factory.mktemp("staged")
     arguments = f"{{EP2}} {STAGES} --num-layers 4 --train-iters 5 --log-interval 2 --tensorboard-dir {folder}"
@@ -100,7 +98,7 @@ def staged(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
     return train(4, arguments, text_data, strategy=strategy, before=note_and_fake_wandb), folder
 
 
-def test_single_micro_batches_are_recorded_as_they_were_routed(staged: tuple[TrainingRun, Path]) -> None:
+def test_single_micro_batches_are_recorded_as_they_were_routed(staged):
     run, folder = staged
     found = read_micro_batch_loads(folder)
     assert found.counts_IZLDE.shape == (5, 4, 4, 2, 8)
@@ -156,17 +154,17 @@ def check_reshards(run: TrainingRun, folder: Path, num_copies: int) -> None:
     assert 0 < leaving <= moved.resharded_experts <= 8 * len(moved.layers)
 
 
-def test_reshards_are_recorded_in_their_iterations(staged: tuple[TrainingRun, Path]) -> None:
+def test_reshards_are_recorded_in_their_iterations(staged):
     check_reshards(*staged, num_copies=1)
 
 
 @pytest.mark.slow
-def test_reshards_of_copies_are_recorded(text_data: Path, tmp_path: Path) -> None:
+def test_reshards_of_copies_are_recorded(text_data, tmp_path):
     strategy = f"fssdp {RESHARDING} record_dir={tmp_path}"
     check_reshards(train(4, "{EP2} --train-iters 5", text_data, strategy=strategy), tmp_path, num_copies=2)
 
 
-def test_strategy_none_records_losses(text_data: Path, tmp_path: Path) -> None:
+def test_strategy_none_records_losses(text_data, tmp_path):
     evaluating = "{EP2} --train-iters 3 --split 40,40,20 --eval-interval 2 --eval-iters 1"
     stock = train(2, evaluating, text_data, strategy="none")
     run = train(2, evaluating, text_data, strategy=f"none record_dir={tmp_path}")
@@ -188,9 +186,7 @@ def test_strategy_none_records_losses(text_data: Path, tmp_path: Path) -> None:
         pytest.param("{NO_BIAS}", 1, marks=pytest.mark.slow),
     ],
 )
-def test_none_and_ep_record_the_same_loads(
-    layout: str, num_ranks: int, text_data: Path, tmp_path: Path
-) -> None:
+def test_none_and_ep_record_the_same_loads(layout, num_ranks, text_data, tmp_path):
     for name in ("none", "ep"):
         train(
             num_ranks, f"{layout} --train-iters 2", text_data, strategy=f"{name} record_dir={tmp_path / name}"
@@ -216,7 +212,7 @@ def note_evaluations() -> None:
     wrap(training, "evaluate", noting)
 
 
-def test_skipped_training_only_evaluates(text_data: Path, tmp_path: Path) -> None:
+def test_skipped_training_only_evaluates(text_data, tmp_path):
     layout = "{EP2} --train-iters 4 --split 40,40,20 --eval-interval 100 --eval-iters 1 {TORCH_DIST}"
     moving, folder = "fssdp slots=2 reshard_interval=2", tmp_path / "checkpoints"
     train(2, f"{layout} --save {folder} --save-interval 4", text_data, strategy=moving)
@@ -229,7 +225,7 @@ def test_skipped_training_only_evaluates(text_data: Path, tmp_path: Path) -> Non
     assert all(found == pytest.approx(losses[0], rel=1e-6) for found in losses)
 
 
-def test_boards_have_the_figures_of_logged_iterations(staged: tuple[TrainingRun, Path]) -> None:
+def test_boards_have_the_figures_of_logged_iterations(staged):
     """Rank 0 gathers the figures and the last rank has the boards; they are on different pipeline stages."""
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trained, folder = staged

@@ -28,7 +28,7 @@ def loads(line: str) -> list[float]:
     return [float(number) for number in found.groups() if number]
 
 
-def test_a_line_during_the_training_and_one_at_its_end(text_data: Path, tmp_path: Path) -> None:
+def test_a_line_during_the_training_and_one_at_its_end(text_data, tmp_path):
     during, end = lines_of(text_data, f"{GIVEN} record_dir={tmp_path / 'run'}")
     assert during.startswith("[fssdp] iteration 2: busiest device ")
     assert end.startswith("[fssdp] fssdp at the end, iteration 6: busiest device ")
@@ -47,7 +47,7 @@ def test_a_line_during_the_training_and_one_at_its_end(text_data: Path, tmp_path
         ("fssdp FSSDP_PROFILE_ITERATIONS=1", "{EP2} --train-iters 4", "busiest device"),
     ],
 )
-def test_the_last_line_without_records(strategy: str, arguments: str, said: str, text_data: Path) -> None:
+def test_the_last_line_without_records(strategy, arguments, said, text_data):
     *_, end = lines_of(text_data, strategy, arguments)
     assert said in end
     assert "waits" not in end
@@ -70,12 +70,12 @@ def told_at_the_end(rank: int, world_size: int) -> list[str]:
     return messages[-1:]
 
 
-def test_a_loop_whose_passes_nobody_counts_is_told() -> None:
+def test_a_loop_whose_passes_nobody_counts_is_told():
     assert ["balanced nothing" in one for one in run_megatron_ranks(told_at_the_end, 2, ep=2)[0]] == [True]
 
 
 @pytest.mark.slow
-def test_pipeline_stages_have_a_line_each(text_data: Path) -> None:
+def test_pipeline_stages_have_a_line_each(text_data):
     ends = [one for one in lines_of(text_data, "ep", "{EP2} {PP2} --train-iters 2", 4) if "at the end" in one]
     assert ["stage 0" in one for one in sorted(ends)] == [True, False]
     assert ["Next: " in one for one in sorted(ends)] == [True, False]

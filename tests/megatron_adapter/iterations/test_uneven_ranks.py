@@ -1,7 +1,6 @@
 """Expert-parallel groups with copies of the same experts run other numbers of micro-batches, also none."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,13 +63,7 @@ def iterate(host: Host, iteration: int, seed: int) -> None:
         host.log_probabilities()
 
 
-def train_unevenly(
-    rank: int,
-    world_size: int,
-    seed: int,
-    strategies: list[tuple[str, dict[str, Any]]],
-    options: dict[str, Any],
-) -> list[Trained]:
+def train_unevenly(rank, world_size, seed, strategies, options):
     import megatron_fssdp
 
     results = []
@@ -88,7 +81,7 @@ def train_unevenly(
     return results
 
 
-def test_groups_with_other_numbers_of_micro_batches_train_as_stock_megatron(tmp_path: Path) -> None:
+def test_groups_with_other_numbers_of_micro_batches_train_as_stock_megatron(tmp_path):
     seed, recorded = 3, (MOVING[0], {**MOVING[1], "record_dir": str(tmp_path)})
     # With the distributed optimizer, a rank has complete gradients of a part of each Parameter only.
     ranks = compare(seed, [recorded, *STRATEGIES], use_distributed_optimizer=False)
@@ -108,7 +101,7 @@ def test_groups_with_other_numbers_of_micro_batches_train_as_stock_megatron(tmp_
 
 
 @pytest.mark.parametrize("seed", slow(range(3)))
-def test_all_strategies_serve_groups_with_other_numbers_of_micro_batches(seed: int) -> None:
+def test_all_strategies_serve_groups_with_other_numbers_of_micro_batches(seed):
     compare(seed, [MOVING, *STRATEGIES, *MORE], **OVERLAPS)
 
 

@@ -35,7 +35,7 @@ def kinds_of(model: Any) -> list[str]:
     return [type(layer.mlp).__name__ for layer in model.encoder.layers]
 
 
-def test_bert_models_have_experts_in_the_requested_layers() -> None:
+def test_bert_models_have_experts_in_the_requested_layers():
     run_megatron_ranks(_check_models, 1)
 
 
@@ -84,7 +84,7 @@ def _check_attention(model: Any) -> None:
     assert (logits(changed=7)[:6] - plain[:6]).abs().max() <= tolerance, "words attend to the padding"
 
 
-def test_specs_differ_only_in_the_layers_with_experts() -> None:
+def test_specs_differ_only_in_the_layers_with_experts():
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -105,7 +105,7 @@ def test_specs_differ_only_in_the_layers_with_experts() -> None:
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="has Transformer Engine")
-def test_a_missing_transformer_engine_is_named() -> None:
+def test_a_missing_transformer_engine_is_named():
     from megatron_fssdp.pretraining.pretrain_bert import stock_spec
 
     with pytest.raises(ConfigurationError, match="--transformer-impl local"):

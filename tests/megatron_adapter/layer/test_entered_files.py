@@ -35,7 +35,7 @@ def entered_files(rank: int, world_size: int) -> set[str]:
     return {str(file) for file in own if "cpu" not in file.parts}
 
 
-def test_a_forward_pass_under_ep_enters_few_files() -> None:
+def test_a_forward_pass_under_ep_enters_few_files():
     for files in run_megatron_ranks(entered_files, 2, ep=2):
         assert "runtime/layers/slot_layer.py" in files
         assert len(files) <= 8, sorted(files)

@@ -14,13 +14,13 @@ from .small_config import moe_config, session_of
 EXPERTS, HIDDEN, LAYERS = 4, 8, 3
 
 
-def test_a_stack_computes_what_stock_megatron_computes() -> None:
+def test_a_stack_computes_what_stock_megatron_computes():
     for difference, numbers in run_megatron_ranks(_compare, 2, ep=2):
         assert difference <= 1e-6
         assert numbers == [1, 2, 3]
 
 
-def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder() -> None:
+def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder():
     for numbers, indices in run_megatron_ranks(_numbers_of_later_layers, 2, ep=2):
         assert numbers == [2, LAYERS + 2, LAYERS + 4]
         assert indices == [0, None, None]

@@ -169,17 +169,17 @@ LAYOUTS = [PARTS, WHOLE, (2, 1, 2), (1, 2, 2), (4, 2, 2), (2, 4, 1), (2, 2, 4), 
 
 @pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_output_and_all_gradients_with_every_dispatcher(ep: int, cp: int) -> None:
+def test_output_and_all_gradients_with_every_dispatcher(ep, cp):
     _check(run_megatron_ranks(_compare_dispatchers, ep, ep=ep, cp=cp), DISPATCHERS)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_output_and_all_gradients_with_every_kind_of_experts(world_size: int) -> None:
+def test_output_and_all_gradients_with_every_kind_of_experts(world_size):
     results = run_megatron_ranks(_compare_experts, world_size, ep=world_size)
     _check(results, EXPERT_MODULES)
 
 
-def test_output_and_all_gradients_with_the_exchanges_of_the_plugin() -> None:
+def test_output_and_all_gradients_with_the_exchanges_of_the_plugin():
     results = run_megatron_ranks(_compare_exchanges, 4, ep=4)
     _check(results, EXCHANGES)
     for name in EXCHANGES:
@@ -192,11 +192,11 @@ def test_output_and_all_gradients_with_the_exchanges_of_the_plugin() -> None:
 
 
 @pytest.mark.parametrize("layout", slow(LAYOUTS), ids=str)
-def test_output_and_all_gradients_under_tensor_parallelism(layout: tuple[int, int, int]) -> None:
+def test_output_and_all_gradients_under_tensor_parallelism(layout):
     check_tensor_parallel(layout, list(TENSOR_PARALLEL))
 
 
-def test_output_and_all_gradients_in_parts_and_with_whole_experts() -> None:
+def test_output_and_all_gradients_in_parts_and_with_whole_experts():
     """Half of the rows in each of two layouts; the last rows are of whole experts."""
     names = list(TENSOR_PARALLEL)
     check_tensor_parallel(PARTS, names[:-2:2])

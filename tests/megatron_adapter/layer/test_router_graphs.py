@@ -17,14 +17,14 @@ EXPERTS, HIDDEN, TOKENS = 4, 8, 16
 REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0}
 
 
-def test_a_graph_of_preprocessing_keeps_its_table_while_plans_change() -> None:
+def test_a_graph_of_preprocessing_keeps_its_table_while_plans_change():
     for captured, differences, num_plans in run_megatron_ranks(_capture_preprocessing, 2, ep=2):
         assert captured
         assert max(differences) == 0.0
         assert num_plans > 1
 
 
-def test_a_graph_of_preprocessing_counts_each_iteration_anew() -> None:
+def test_a_graph_of_preprocessing_counts_each_iteration_anew():
     for addresses, counted, spread in run_megatron_ranks(_count_in_graph, 2, ep=2):
         assert len(addresses) == 1
         assert counted == spread == [2 * TOKENS] * 2

@@ -83,20 +83,14 @@ def trained(words: str, data: Path, folder: Path) -> TrainingRun:
 
 
 @pytest.fixture(scope="module")
-def plain(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path]:
+def plain(text_data, tmp_path_factory):
     """A training under plain expert parallelism, and its records."""
     folder = tmp_path_factory.mktemp("ep")
     return trained("ep nodes=2", text_data, folder), folder
 
 
 @pytest.mark.parametrize("chosen", [*NAMES, EXAMPLE, *slow(IN_TURN)])
-def test_training_and_simulator_agree(
-    chosen: str,
-    plain: tuple[TrainingRun, Path],
-    text_data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_training_and_simulator_agree(chosen, plain, text_data, tmp_path, monkeypatch):
     name, *more = chosen.split()
     keys = [*KEYS.get(name, "").split(), *more, "nodes=2"]
     run, folder = plain

@@ -1,7 +1,6 @@
 """NCCL options and time-out of the transfer group, and points of the program on devices with one queue."""
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from tests.support.training_preload import TRAINING_PRELOAD
 from ..training_run import note, train_on_all_ranks, wrap
 
 
-def test_transfers_have_high_priority_unless_a_file_says_otherwise(tmp_path: Path) -> None:
+def test_transfers_have_high_priority_unless_a_file_says_otherwise(tmp_path):
     path = tmp_path / "nccl.yaml"
     for text, wanted in (
         ("ep: {max_ctas: 32}", {"is_high_priority_stream": True, "max_ctas": 8}),
@@ -42,9 +41,7 @@ def test_transfers_have_high_priority_unless_a_file_says_otherwise(tmp_path: Pat
     ("backend", "connections", "wanted"),
     [("nccl", "1", True), ("nccl", "8", False), ("nccl", None, False), ("gloo", "1", False)],
 )
-def test_one_connection_means_one_queue_on_gpus(
-    monkeypatch: pytest.MonkeyPatch, backend: str, connections: str | None, wanted: bool
-) -> None:
+def test_one_connection_means_one_queue_on_gpus(monkeypatch, backend, connections, wanted):
     monkeypatch.setattr(dist, "get_backend", lambda group: backend)
     if connections is None:
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -66,7 +63,7 @@ def note_timeouts() -> None:
     wrap(MoERuntime, "begin_iteration", begin_iteration)
 
 
-def test_process_groups_of_transfers_have_megatrons_timeout(text_data: Path) -> None:
+def test_process_groups_of_transfers_have_megatrons_timeout(text_data):
     arguments = "{EP2} --train-iters 2 --distributed-timeout-minutes 7"
     for run in train_on_all_ranks(2, arguments, text_data, strategy="fssdp", before=note_timeouts):
         assert run.notes == (420, 420, 420, 420)
@@ -85,7 +82,7 @@ def node_devices(rank: int, world_size: int) -> list[object]:
     return [made.devices, dist.get_process_group_ranks(made.group), made.timeout == wanted]
 
 
-def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused() -> None:
+def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused():
     first, second, (message,) = run_ranks(node_devices, 3, preload=TRAINING_PRELOAD)
     assert first == second == [(0, 1), [0, 1], True]
     assert message.startswith("FSSDP_PEER_PUTS:")
@@ -111,7 +108,7 @@ def create_bound(rank: int, world_size: int) -> tuple[list[object], bool, list[i
     return seen, dist.group.WORLD.bound_device_id == device, ranks
 
 
-def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device() -> None:
+def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device():
     assert run_ranks(create_bound, 2) == [([None], True, [0]), ([], True, [])]
 
 
@@ -139,8 +136,8 @@ class WithBias(torch.nn.Linear):
 
 @pytest.mark.parametrize("one_queue", [False, True])
 def test_a_layer_begins_with_its_gather_and_parts_of_attention_are_points_if_there_is_one_queue(
-    monkeypatch: pytest.MonkeyPatch, one_queue: bool
-) -> None:
+    monkeypatch, one_queue
+):
     group, order = object(), []
     lane = SimpleNamespace(advance=lambda: order.append("point"))
     monkeypatch.setattr(transfer_lanes, "_stream_lanes", {group: {"weights": lane}})

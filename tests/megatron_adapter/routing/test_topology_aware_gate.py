@@ -1,4 +1,3 @@
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +32,8 @@ def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 40), st.booleans())
 def test_the_allowed_number_of_tokens_leaves_and_no_expert_is_chosen_twice(
-    seed: int, top_k: int, most_leaving: int, few_values: bool
-) -> None:
+    seed, top_k, most_leaving, few_values
+):
     fit_TE, is_near_E = drawn(seed)
     if few_values:
         fit_TE = (4 * fit_TE).round()
@@ -62,7 +61,7 @@ TWO_NODES = Topology.uniform(4, 2)
 OWNERS = np.array([0, 0, 1, 1, 2, 2, 3, 3])
 
 
-def test_logits_are_compared_after_a_softmax() -> None:
+def test_logits_are_compared_after_a_softmax():
     """The second token has the higher logit but the lower probability, so the first one can leave."""
     logits = torch.tensor([[0.0, 0, 0, 0, 9, 0, 0, 0], [19.0, 0, 0, 0, 20, 0, 0, 0]])
     for is_logits, wanted in ((True, [4, 0]), (False, [0, 4])):
@@ -72,7 +71,7 @@ def test_logits_are_compared_after_a_softmax() -> None:
         assert torch.equal(scores, logits.gather(1, indices))
 
 
-def test_nodes_with_too_few_experts_are_refused() -> None:
+def test_nodes_with_too_few_experts_are_refused():
     config = SimpleNamespace(moe_router_topk=5)
     router = SimpleNamespace(router_replay=None, config=config)
     with pytest.raises(ConfigurationError, match=r"4 experts in a node, wanted at least 5"):
@@ -87,7 +86,7 @@ ROUTERS: list[dict[str, Any]] = [
 ]
 
 
-def test_only_the_selection_of_experts_changes() -> None:
+def test_only_the_selection_of_experts_changes():
     run_megatron_ranks(_check_routers, 1)
 
 
@@ -130,7 +129,7 @@ def _check_router(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_training_keeps_tokens_in_their_node_and_strategies_agree(text_data: Path, tmp_path: Path) -> None:
+def test_training_keeps_tokens_in_their_node_and_strategies_agree(text_data, tmp_path):
     gate = "nodes=2 router=topology_aware leaving_share=0.25"
     losses = {}
     for name, strategy in (

@@ -165,9 +165,7 @@ def case(strategy: str, more: str) -> tuple[str, Any, MegatronSettings]:
 
 
 @pytest.mark.parametrize(("strategy", "more", "refused"), ROWS)
-def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(
-    strategy: str, more: str, refused: str
-) -> None:
+def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(strategy, more, refused):
     if not refused:
         check_limits(*case(strategy, more))
         return
@@ -182,11 +180,11 @@ def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(
         assert set(refused.split()) <= set(re.findall(r"[\w-]+", message))
 
 
-def test_every_limit_has_a_row() -> None:
+def test_every_limit_has_a_row():
     assert LIMITS.keys() <= {refused for *_, refused in ROWS}
 
 
-def test_auto_keeps_the_flex_dispatcher() -> None:
+def test_auto_keeps_the_flex_dispatcher():
     for strategy, more, wanted in (
         ("auto", NAMES["FLEX"], True),
         ("auto", "", False),
@@ -203,7 +201,7 @@ def of_flex(back_end: str) -> MegatronSettings:
 @pytest.mark.parametrize(
     ("back_end", "most", "num_devices"), [("deepep", 128, 8), ("deepep", 64, 16), ("ncclep", 3, 2)]
 )
-def test_back_ends_of_the_flex_dispatcher_limit_the_slots(back_end: str, most: int, num_devices: int) -> None:
+def test_back_ends_of_the_flex_dispatcher_limit_the_slots(back_end, most, num_devices):
     settings = of_flex(back_end)
     check_slots(settings, most, num_devices, {3})
     with pytest.raises(ConfigurationError, match=rf"slots\b.*\b{most + 1}\b.*\b{most}\b"):
@@ -221,9 +219,7 @@ def test_back_ends_of_the_flex_dispatcher_limit_the_slots(back_end: str, most: i
         ("deepep", 2, "", 1),
     ],
 )
-def test_hybridep_gets_slots_in_multiples(
-    back_end: str, num_devices: int, domain: str, wanted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hybridep_gets_slots_in_multiples(back_end, num_devices, domain, wanted, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", domain or "0")
     assert slot_multiple(of_flex(back_end), num_devices) == wanted

@@ -6,7 +6,7 @@ from megatron_fssdp.testing import run_ranks
 
 
 @pytest.mark.parametrize("num_ranks_of_nodes", [(2, 1), (1, 3), (2, 2)])
-def test_all_ranks_find_the_same_nodes(num_ranks_of_nodes: tuple[int, ...]) -> None:
+def test_all_ranks_find_the_same_nodes(num_ranks_of_nodes):
     node_of_rank = [node for node, size in enumerate(num_ranks_of_nodes) for _ in range(size)]
     found = run_ranks(nodes_found, len(node_of_rank), num_ranks_of_nodes)
     assert found == [tuple(node_of_rank)] * len(node_of_rank)

@@ -32,7 +32,7 @@ for words in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """A folder for PYTHONPATH with the package in it, entry point included."""
     folder = tmp_path_factory.mktemp("site")
     source = shutil.copytree(PACKAGE, tmp_path_factory.mktemp("source") / "second_home")
@@ -48,7 +48,7 @@ def commands(installed: Path, *commands: list[object]) -> list[str]:
     return python_output("-c", RUN, words, PYTHONPATH=path, COLUMNS="300").split(END)[:-1]
 
 
-def test_commands_know_it(installed: Path, tmp_path: Path) -> None:
+def test_commands_know_it(installed, tmp_path):
     """It is listed, simulated, and beats plain expert parallelism on one hot expert; reports show it."""
     words = ("--loads", "W3", "--cluster", "hpwnv", "--cluster-set", "num_nodes=8")
     parts = ("models/hecate-gpt-moe-s", "parallelism/hecate-a", "training/measure", "strategies/hecate")

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +111,7 @@ STOPPED: dict[str, tuple[str, Callable[[], None], str]] = {
 
 
 @pytest.mark.parametrize("name", [*list(STOPPED)[:2], *slow(list(STOPPED)[2:])])
-def test_all_ranks_stop_and_name_the_place(name: str, text_data: Path) -> None:
+def test_all_ranks_stop_and_name_the_place(name, text_data):
     strategy, before, said = STOPPED[name]
     with pytest.raises(RankError, match=said) as caught:
         train(2, NO_RERUN, text_data, strategy=strategy, before=before, grace_s=300)
@@ -120,7 +119,7 @@ def test_all_ranks_stop_and_name_the_place(name: str, text_data: Path) -> None:
     assert f"[fssdp] rank 1 stopped in iteration {FAILS_IN}" in str(caught.value)
 
 
-def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data: Path, tmp_path: Path) -> None:
+def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data, tmp_path):
     arguments = f"{SHORT} --micro-batch-size 4"
     whole = train(2, arguments, text_data, strategy=FSSDP)
     results, runs = [], list[TrainingRun]()
@@ -147,7 +146,7 @@ def run_passes_twice() -> None:
 
 
 @pytest.mark.parametrize("strategy", [FSSDP, *slow([f"{FSSDP} rematerialize=true", "flexmoe"])])
-def test_a_repeated_iteration_leaves_no_trace(strategy: str, text_data: Path, tmp_path: Path) -> None:
+def test_a_repeated_iteration_leaves_no_trace(strategy, text_data, tmp_path):
     """Plans follow from loads, so a repeated iteration must not count its loads twice."""
     runs, loads = [], []
     for name, before in (("once", None), ("twice", run_passes_twice)):
@@ -191,9 +190,7 @@ KILLED = {
 
 
 @pytest.mark.parametrize("name", ["spAG", *slow(list(KILLED)[1:])])
-def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
-    name: str, text_data: Path, tmp_path: Path
-) -> None:
+def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(name, text_data, tmp_path):
     killed, more, place = KILLED[name]
     moving = f"{FSSDP} reshard_interval=2"
     whole = train(2, TRAINING, text_data, strategy=moving)
@@ -211,9 +208,7 @@ def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
 
 
 @pytest.mark.parametrize("content", [None, bytes(range(256))], ids=["missing", "damaged"])
-def test_a_tracker_that_cannot_be_read_leads_to_the_next_folder(
-    tmp_path: Path, content: bytes | None
-) -> None:
+def test_a_tracker_that_cannot_be_read_leads_to_the_next_folder(tmp_path, content):
     saved, loaded = (tmp_path / name / "latest_checkpointed_iteration.txt" for name in ("saved", "loaded"))
     for tracker, text in ((saved, content), (loaded, b"10\n")):
         tracker.parent.mkdir()

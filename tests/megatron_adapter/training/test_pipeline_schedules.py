@@ -17,9 +17,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks", "group_size"), PIPELINES)
-def test_layers_in_flight_equal_those_of_megatrons_schedule(
-    num_stages: int, num_chunks: int, group_size: int
-) -> None:
+def test_layers_in_flight_equal_those_of_megatrons_schedule(num_stages, num_chunks, group_size):
     for stage in range(num_stages):
         for layers in ((2,) * num_chunks, (3, 1, 0)[:num_chunks], (0, 1, 3)[-num_chunks:]):
             for num_micro_batches in range(1, 13):

@@ -75,7 +75,7 @@ def shallow(path: Path) -> RunConfig:
     return load_run(files, ["model.num_layers=2", *frequency, *experts])
 
 
-def test_counted_parameters_equal_those_that_megatron_builds() -> None:
+def test_counted_parameters_equal_those_that_megatron_builds():
     runs = {path.stem: shallow(path) for path in MODELS}
     for file, overrides in OVERRIDES.items():
         path = CONFIGS / f"{file}.yaml"

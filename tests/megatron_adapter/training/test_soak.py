@@ -48,7 +48,7 @@ def die_in(last: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_a_long_training_survives_kills_and_stays_level(text_data: Path, tmp_path: Path) -> None:
+def test_a_long_training_survives_kills_and_stays_level(text_data, tmp_path):
     every = ITERATIONS // NUM_SAVES
     arguments = f"{{EP4}} {{RESHARDABLE}} {{TORCH_DIST}} --train-iters {ITERATIONS} --save-interval {every}"
 

@@ -87,7 +87,7 @@ def call_all(rank: int, world_size: int) -> tuple[dict[str, Any], list[str], dic
     return results, [str(finding) for finding in device.findings], dict(device.counts), backends
 
 
-def test_every_call_moves_the_data_that_nccl_would_move() -> None:
+def test_every_call_moves_the_data_that_nccl_would_move():
     by_rank = run_ranks(call_all, WORLD_SIZE)
     for rank, (results, findings, counts, backends) in enumerate(by_rank):
         assert results == {name: values[rank] for name, values in RESULTS.items()}
@@ -147,7 +147,7 @@ def find(rank: int, world_size: int) -> list[list[FindingKind]]:
     return kinds
 
 
-def test_mistakes_are_found() -> None:
+def test_mistakes_are_found():
     assert run_ranks(find, WORLD_SIZE) == [[*MISTAKES.values()]] * WORLD_SIZE
 
 
@@ -163,5 +163,5 @@ def reuse_at_once(rank: int, world_size: int) -> tuple[list[FindingKind], int, i
     return [finding.kind for finding in device.findings], before, after
 
 
-def test_a_work_handle_keeps_tensors_until_the_wait() -> None:
+def test_a_work_handle_keeps_tensors_until_the_wait():
     assert run_ranks(reuse_at_once, WORLD_SIZE) == [([], 512, 0)] * WORLD_SIZE

@@ -14,5 +14,5 @@ def _devices(rank: int, world_size: int) -> tuple[str, str]:
         return whole.device.type, torch.nn.Parameter(torch.zeros(1)).device.type
 
 
-def test_a_sharded_tensor_of_a_checkpoint_has_the_device_of_its_shards() -> None:
+def test_a_sharded_tensor_of_a_checkpoint_has_the_device_of_its_shards():
     assert run_ranks(_devices, 1) == [("cuda", "cpu")]

@@ -1,6 +1,5 @@
 """Trainings with CUDA graphs of Megatron's loop. A CPU has none, so a replay runs what the graph contains."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ CASES = rows(
 
 
 @pytest.mark.parametrize("modules", [*list(CASES)[:1], *slow(list(CASES)[1:])])
-def test_losses_equal_those_without_graphs(modules: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_those_without_graphs(modules, text_data, tmp_path):
     (strategy,) = CASES[modules]
     stock = train(2, LAYOUT, text_data, strategy="none")
     arguments = f"{LAYOUT} {GRAPHS} {modules}"

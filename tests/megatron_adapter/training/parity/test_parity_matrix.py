@@ -101,7 +101,7 @@ DEFAULT = (
 
 
 @pytest.mark.parametrize("name", DEFAULT)
-def test_losses_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_stock_megatron(name, text_data, tmp_path):
     arguments = LAYOUTS[name].arguments.replace(BATCH32, BATCH16)
     layout = replace(LAYOUTS[name], num_iterations=4, arguments=arguments)
     compare(layout, text_data, tmp_path, plain=layout.num_ranks == 2)
@@ -109,7 +109,7 @@ def test_losses_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_of_longer_trainings_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_of_longer_trainings_equal_stock_megatron(name, text_data, tmp_path):
     compare(LAYOUTS[name], text_data, tmp_path)
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,7 +171,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", [*list(CASES)[:1], *slow(list(CASES)[1:])])
-def test_losses_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_stock_megatron(name, text_data, tmp_path):
     layout, before, bound = CASES[name]
     moves = name == "combined schedule" or (name.startswith("deduplicated") and layout.moves)
     against_stock(layout, text_data, tmp_path, bound=bound, before=before, moves=moves)
@@ -197,7 +196,7 @@ def one_copy_jumps() -> None:
     moved.exchange_s = lambda old_E, new_E, *others: 5.0 * bool((old_E != new_E).any())
 
 
-def test_a_jump_in_one_copy_counts_for_all(text_data: Path, tmp_path: Path) -> None:
+def test_a_jump_in_one_copy_counts_for_all(text_data, tmp_path):
     """Expert-parallel groups with copies of the same experts see other tokens, and must decide alike."""
     settings = "fssdp FSSDP_PROFILE_ITERATIONS=1 slots=0 reshard_interval=3 FSSDP_CHECK_PLANS=1"
     # Later decisions, when the loads have settled again, move experts.
@@ -215,7 +214,7 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("name", [*list(REPEATED)[:1], *slow(list(REPEATED)[1:])])
-def test_a_repeated_run_has_bitwise_equal_losses(name: str, text_data: Path) -> None:
+def test_a_repeated_run_has_bitwise_equal_losses(name, text_data):
     """The same seed and layout give equal losses, in whichever order transfers arrive."""
     layout = REPEATED[name]
     first = trained(layout, layout.settings, text_data)

@@ -15,7 +15,6 @@ from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.records.metrics import read_metrics
-from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 
@@ -84,9 +83,7 @@ def in_turns(strategy: Strategy, context: LayerContext, history: LoadHistory, pl
     return bool(strategy.travel.smart_schedule)
 
 
-def next_in_turn(
-    choosing: AutoStrategy, contexts: list[LayerContext], histories: list[LoadHistory]
-) -> np.ndarray:
+def next_in_turn(choosing, contexts, histories):
     """Have each layer select another strategy every time, so that trainings change from each to each."""
     names = list(choosing.candidates)
     seconds_LC = np.ones((len(contexts), len(names)))
@@ -99,7 +96,7 @@ def next_in_turn(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-def test_losses_equal_plain_expert_parallelism(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_plain_expert_parallelism(name, text_data, tmp_path):
     compare_strategies(ALL[name], text_data, tmp_path)
 
 
@@ -142,9 +139,7 @@ def _check_use(layout: Layout, strategy: str, run: TrainingRun, folder: Path) ->
         assert any("re-sharded" in message for message in run.messages)
 
 
-def _train(
-    layout: Layout, strategy: str, settings: str, data: Path, folder: Path, model: Model
-) -> TrainingRun:
+def _train(layout, strategy, settings, data, folder, model):
     keys = [*settings.split(), *(key for key in layout.settings.split() if key.startswith("nodes="))]
     if strategy not in ("ep", "fssdp"):
         keys.append("FSSDP_PROFILE_ITERATIONS=1")

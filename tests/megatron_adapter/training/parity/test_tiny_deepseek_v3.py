@@ -25,7 +25,7 @@ OVERRIDES = """
 BYTES = 257
 
 
-def test_losses_equal_those_of_stock_megatron(text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_those_of_stock_megatron(text_data, tmp_path):
     stock = _train(text_data, tmp_path, "strategy={name: none}")
     ours = _train(
         text_data,
