@@ -6,11 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fssdp.testing.parallel_state import MEGATRON_PRELOAD, megatron_parallel_state
-from megatron_fssdp.testing.ranks import run_ranks
+from megatron_fssdp.testing import megatron_parallel_state, run_ranks
+from tests.support.training_preload import TRAINING_PRELOAD
 
-from .host_loops import Host, Trained, swift
-from .test_host_loops import MOVING, assert_equal, assert_equal_gradients
+from .host_loops import Host, Trained, assert_equal, swift, trained
+from .test_host_loops import MOVING
 
 _renewable: list["Renewable"] = []
 
@@ -50,28 +50,19 @@ def use_renewable_groups() -> None:
     dist.new_group = lambda *args, **kwargs: Renewable(lambda: new_group(*args, **kwargs))
 
 
-def train(rank: int, world_size: int) -> list[Trained]:
-    import megatron_fssdp
+def renewing(host: Host, iteration: int) -> None:
+    swift(host, iteration)
+    for one in _renewable:
+        dist.destroy_process_group(one)
+    for one in _renewable:
+        one.group = one.make()
 
+
+def train(rank: int, world_size: int) -> list[Trained]:
     use_renewable_groups()
-    results = []
     with megatron_parallel_state(ep=2):
-        for name, settings in (("none", {}), MOVING):
-            megatron_fssdp.attach(name, settings)
-            host = Host()
-            host.model.train()
-            for iteration in range(4):
-                swift(host, iteration)
-                for one in _renewable:
-                    dist.destroy_process_group(one)
-                for one in _renewable:
-                    one.group = one.make()
-            results.append(host.found)
-    return results
+        return [trained(strategy, renewing) for strategy in (("none", {}), MOVING)]
 
 
 def test_groups_that_are_made_anew_train_as_stock_megatron():
-    ranks = run_ranks(train, 2, preload=MEGATRON_PRELOAD)
-    for stock, found in ranks:
-        assert_equal(found, stock, "renewed")
-    assert_equal_gradients([found for _, found in ranks], [stock for stock, _ in ranks], "renewed")
+    assert_equal(run_ranks(train, 2, preload=TRAINING_PRELOAD), ["fssdp"])

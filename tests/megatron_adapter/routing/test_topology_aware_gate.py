@@ -16,7 +16,7 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import (
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.records.metrics import read_metrics
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 from ..layer.small_config import moe_config
 from ..training_run import relative_difference, train
@@ -86,11 +86,8 @@ ROUTERS: list[dict[str, Any]] = [
 ]
 
 
+@on_ranks(1)
 def test_only_the_selection_of_experts_changes():
-    run_megatron_ranks(_check_routers, 1)
-
-
-def _check_routers(rank: int, world_size: int) -> None:
     for options in ROUTERS:
         _check_router(options)
 
