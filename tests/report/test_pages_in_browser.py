@@ -3,16 +3,14 @@ from pathlib import Path
 
 import pytest
 
+from devtools.browser import WIDTHS
 from megatron_fssdp.records.metrics import RunSession
 from megatron_fssdp.report.measures import shown_runs
 from megatron_fssdp.report.page import Page
 from megatron_fssdp.report.run_page import run_page
 
-from ..browser import WIDTHS, needs_browser
 from .made_runs import write_made_run
 from .made_simulation import made_simulation_page
-
-pytestmark = needs_browser
 
 
 def page_of_a_run(folder: Path) -> Page:

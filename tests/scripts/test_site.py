@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ..browser import WIDTHS, needs_browser
+from devtools.browser import WIDTHS
+
 from ..support.python_process import ROOT, python_output, run_python
 
 DOCS = ROOT / "docs"
@@ -84,7 +85,6 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path):
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
-@needs_browser
 @pytest.mark.parametrize("pages", ["index.html", pytest.param("*.html", marks=pytest.mark.slow)])
 def test_nothing_overlaps_in_a_browser(site, pages, browser):
     # The page of a wrong address has links from the root of a server, which a folder does not have.

@@ -2,11 +2,6 @@ import re
 
 import pytest
 
-from .browser import needs_browser
-
-pytestmark = needs_browser
-
-
 FAULTS = {
     'overlap by .*: "one" and "two"': "<p>one</p><p style='margin-top: -26px'>two</p>",
     'overlap by .*: "100" and "120"': (
