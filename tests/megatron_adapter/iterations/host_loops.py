@@ -312,7 +312,7 @@ LOOPS: dict[str, Loop] = {
 }
 
 
-def trained(strategy: Strategy, loop: Loop, num_iterations: int = 4, **options: Any) -> Trained:
+def trained(strategy: Strategy, loop: Loop, num_iterations: int = 3, **options: Any) -> Trained:
     """Train a new model on this rank."""
     import megatron_fssdp
     from megatron_fssdp.runtime.layers.pass_binder import PassBinder

@@ -17,7 +17,7 @@ from ..training_run import slow
 from .host_loops import BATCH, LENGTH, Host, Strategy, Trained, assert_equal, trained
 from .test_host_loops import MOVING, OVERLAPS
 
-ITERATIONS = 10
+ITERATIONS = 7
 STRATEGIES: list[Strategy] = [
     ("flexmoe", {"placement_interval": 1, "window": 1}),
     ("fssdp", {"reshard_interval": 2}),  # by measured costs

@@ -106,11 +106,11 @@ EXCHANGES = {
     "once, shared experts overlap, recomputed": once(0, 0, 1, 1, **OVERLAPPED, **WHOLE_RECOMPUTED),
     "once, segments, top-4": once(0, 0, 1, 1, **TOP4, more=SEGMENTS),
     "once, bf16, top-4": once(0, 0, 1, 1, **BF16, **TOP4),
-    "groups of 2, top-1": in_steps(2, **TOP1),
+    "groups of 2, top-1, recomputed": in_steps(2, **TOP1, **WHOLE_RECOMPUTED),
     "one group": in_steps(4),
-    "groups of 2, recomputed": in_steps(2, **WHOLE_RECOMPUTED),
-    "groups of 1, grouped, activations recomputed": in_steps(1, **GROUPED, **RECOMPUTED),
-    "groups of 1, ranks without rows": in_steps(1, **NO_DROPS, more=UNEVEN_TOKENS),
+    "groups of 1, grouped, activations recomputed, ranks without rows": in_steps(
+        1, **GROUPED, **RECOMPUTED, **NO_DROPS, more=UNEVEN_TOKENS
+    ),
     "groups of 2, capacity": in_steps(2, **CAPACITY),
     "groups of 1, padded to the capacity": in_steps(1, **PADDED, more=NOT_REPLICATED),
     "groups of 1, shared experts overlap, recomputed": in_steps(1, **OVERLAPPED, **WHOLE_RECOMPUTED),
@@ -132,7 +132,6 @@ TENSOR_PARALLEL = {
     "megatron, dropping": parm("megatron", **CAPACITY),
     "megatron, split, shared expert overlaps": parm("megatron", True, **OVERLAPPED),
     "s1, dropping, swiglu": parm("s1", **CAPACITY, **SWIGLU),
-    "s1, split, recomputed": parm("s1", True, **WHOLE_RECOMPUTED),
     "s1, split, padded to the capacity, recomputed": parm("s1", True, **PADDED, **WHOLE_RECOMPUTED),
     "s1 under ep, shared expert": parm("s1", False, "ep", **SHARED),
     "s2, shared expert, recomputed": parm("s2", **SHARED, **WHOLE_RECOMPUTED),

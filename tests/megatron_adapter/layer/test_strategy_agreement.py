@@ -38,7 +38,7 @@ NAMES = [name for name, entry in STRATEGIES.items() if entry.strategy is not Non
 IN_TURN = [f"{name} overlap=false" for name in NAMES if "overlap" in STRATEGIES[name].settings.model_fields]
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6, LINK), 300, 100, 50.0, 3)
-WORLD, NUM_ITERATIONS, MEASURED = 4, 9, 2
+WORLD, NUM_ITERATIONS, MEASURED = 4, 7, 2
 ARGUMENTS = f"{{EP4}} --train-iters {NUM_ITERATIONS}"
 TOPOLOGY = Topology.uniform(WORLD, 2)
 
