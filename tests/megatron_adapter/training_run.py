@@ -185,6 +185,14 @@ def note(value: Any) -> None:
     _notes.append(value)
 
 
+def messages_of(logger: str) -> list[str]:
+    """A list that gets the messages of a logger on this rank at level INFO and above."""
+    messages, handler = list[str](), logging.Handler(logging.INFO)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger(logger).addHandler(handler)
+    return messages
+
+
 def add_to_logits(hot: Callable[[Any], list[int]], bias: float) -> None:
     """On a rank, make experts hot: those that a function of the gate's logits names."""
     from megatron.core.transformer.moe.router import TopKRouter
@@ -299,10 +307,7 @@ def train_on_rank(rank, world_size, argv, before, launcher):
     record_expert_gradients(norms)
     # A synchronous save returns its results by this queue. Megatron's own queue takes a process, and seconds.
     filesystem_async._results_queue = queue.Queue()
-    messages: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron_fssdp").addHandler(handler)
+    messages = messages_of("megatron_fssdp")
     if os.environ.get("SHARES") == "exact":
         share_exactly()
     if before is not None:

@@ -6,7 +6,7 @@ import weakref
 from functools import cache, partial
 from pkgutil import resolve_name
 
-from megatron.training import initialize
+from megatron.training import ft_integration, initialize
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
@@ -21,6 +21,8 @@ for entry in STRATEGIES.values():
         resolve_name(entry.strategy)
 # Megatron would run its fused functions once, for a compiler that tests do not use.
 initialize._warmup_jit_function = lambda tp_size: None
+# It would parse all arguments again, for a package that is not there.
+ft_integration.setup = lambda: None
 # Each rank would read the line of a file that warns.
 warnings.simplefilter("ignore")
 # When a rank ends, it would take back all that libraries have registered with torch.

@@ -18,6 +18,8 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.registry import build_strategy
 from tests.support.training_preload import run_megatron_ranks
 
+from ..training_run import messages_of
+
 EVEN = OwnerMap.even(2, 4, 2)
 OWNERS = [EVEN.with_owners(EVEN.device_LE[:, order]) for order in ([2, 1, 0, 3], [1, 2, 3, 0])]
 NUMBERS = [(1, 2), (3, 4)]
@@ -68,10 +70,7 @@ def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used():
 def _gather(rank: int, world_size: int) -> Any:
     from megatron.core import parallel_state
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    checkpoint_hints.logger.addHandler(handler)
+    lines = messages_of(checkpoint_hints.logger.name)
     checkpoint_hints.logger.setLevel(logging.INFO)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     moved, even = slots_of(NUMBERS[stage], EVEN), slots_of(NUMBERS[stage], EVEN)

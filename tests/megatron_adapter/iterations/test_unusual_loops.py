@@ -11,6 +11,7 @@ import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
 from tests.support.training_preload import on_ranks, run_megatron_ranks
 
+from ..training_run import slow
 from . import host_loops
 from .host_loops import Host, Loop, Strategy, Trained, assert_equal, swift, trained
 from .test_host_loops import FSSDP, MOVING
@@ -150,36 +151,42 @@ def halve(host: Host) -> None:
 
 
 QUOTA, FLEXMOE = ("quota", {"slots": 2}), ("flexmoe", {})
-LOOPS: dict[Loop, tuple[Strategy, ...]] = {
-    late_reset: (MOVING, QUOTA),
-    first_forward_alone: (MOVING,),
-    reading: (MOVING, FLEXMOE),
-    own_finalize: (MOVING,),
-    in_parts: (MOVING,),
-    halving: (MOVING, QUOTA, FLEXMOE),
-    crossed: (MOVING, QUOTA, FLEXMOE),
-    averaged: (MOVING, QUOTA),
-    in_chunks: (MOVING, QUOTA),
-    in_eval_mode: (MOVING, FLEXMOE),
+LOOPS: dict[Loop, list[Strategy]] = {
+    late_reset: [MOVING],
+    first_forward_alone: [MOVING],
+    reading: [MOVING, FLEXMOE],
+    own_finalize: [MOVING],
+    in_parts: [MOVING],
+    halving: [MOVING, FLEXMOE],
+    crossed: [MOVING, QUOTA],
+    averaged: [MOVING, QUOTA],
+    in_chunks: [MOVING],
+    in_eval_mode: [MOVING, FLEXMOE],
+}
+MORE: dict[Loop, list[Strategy]] = {
+    late_reset: [QUOTA],
+    halving: [QUOTA],
+    crossed: [FLEXMOE],
+    in_chunks: [QUOTA],
 }
 
 
-def train_unusually(rank: int, world_size: int) -> dict[str, list[Trained]]:
+def train_unusually(
+    rank: int, world_size: int, table: dict[Loop, list[Strategy]]
+) -> dict[Loop, list[Trained]]:
     """Stock Megatron's run, and that of each strategy, by loop."""
-    return {
-        loop.__name__: [trained(one, loop) for one in (("none", {}), *strategies)]
-        for loop, strategies in LOOPS.items()
-    }
+    return {loop: [trained(one, loop) for one in (("none", {}), *table[loop])] for loop in table}
 
 
-def test_unusual_loops_train_as_stock_megatron():
-    ranks = run_megatron_ranks(train_unusually, 2, ep=2)
-    for loop, strategies in LOOPS.items():
-        of_ranks = [found[loop.__name__] for found in ranks]
+@pytest.mark.parametrize("table", [LOOPS, *slow([MORE])], ids=["loops", "more strategies"])
+def test_unusual_loops_train_as_stock_megatron(table):
+    ranks = run_megatron_ranks(train_unusually, 2, table, ep=2)
+    for loop, strategies in table.items():
+        of_ranks = [found[loop] for found in ranks]
         assert_equal(of_ranks, [f"{name}, {loop.__name__}" for name, _ in strategies])
-        for _, moving, *others in of_ranks:
-            assert min(one.num_known for one in (moving, *others)) > 0
-            assert moving.moved[-1]
+        for strategy, *runs in zip(strategies, *(others for _, *others in of_ranks), strict=True):
+            assert min(one.num_known for one in runs) > 0
+            assert strategy is not MOVING or all(one.moved[-1] for one in runs)
 
 
 def refused(words: str) -> Any:

@@ -20,8 +20,7 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import (
 )
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.testing import run_ranks
-from tests.support.training_preload import TRAINING_PRELOAD
+from tests.support.training_preload import on_ranks
 
 from ..training_run import note, train_on_all_ranks, wrap
 
@@ -69,47 +68,37 @@ def test_process_groups_of_transfers_have_megatrons_timeout(text_data):
         assert run.notes == (420, 420, 420, 420)
 
 
-def node_devices(rank: int, world_size: int) -> list[object]:
-    """The devices and ranks of this rank's node, and what refuses nodes of one rank."""
-    topology = Topology((0, 0, 1))
-    made = create_node_slots(dist.group.WORLD, topology)
-    with pytest.raises(ConfigurationError) as caught:
-        create_node_slots(dist.group.WORLD, Topology((0, 1, 2)))
-    if made is None:
-        return [str(caught.value)]
-    of_all: Any = dist.group.WORLD
-    wanted = of_all._get_backend(torch.device("cpu")).options._timeout
-    return [made.devices, dist.get_process_group_ranks(made.group), made.timeout == wanted]
-
-
+@on_ranks(3)
 def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused():
-    first, second, (message,) = run_ranks(node_devices, 3, preload=TRAINING_PRELOAD)
-    assert first == second == [(0, 1), [0, 1], True]
-    assert message.startswith("FSSDP_PEER_PUTS:")
+    made = create_node_slots(dist.group.WORLD, Topology((0, 0, 1)))
+    with pytest.raises(ConfigurationError, match=r"^FSSDP_PEER_PUTS:"):
+        create_node_slots(dist.group.WORLD, Topology((0, 1, 2)))
+    assert (made is None) == (dist.get_rank() == 2)
+    if made is not None:
+        assert (made.devices, dist.get_process_group_ranks(made.group)) == ((0, 1), [0, 1])
+        assert made.timeout == dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
 
 
-def create_bound(rank: int, world_size: int) -> tuple[list[object], bool, list[int]]:
+@on_ranks(2)
+def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device():
     """Rank 0 alone creates a group, while the default group is bound to a device."""
     from megatron.core import parallel_state
 
-    seen: list[object] = []
+    seen, rank = [], dist.get_rank()
 
     def create_group(*args: Any, **kwargs: Any) -> Any:
         seen.append(dist.group.WORLD.bound_device_id)
         return dist.new_group(args[0], use_local_synchronization=True)
 
     parallel_state.create_group = create_group
-    own = [dist.new_group([one]) for one in range(world_size)][rank]
+    own = [dist.new_group([one]) for one in range(2)][rank]
     device = dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
-    ranks: list[int] = []
     if rank == 0:
         group = create_transfer_group(own, DEFAULT_OPTIONS)
-        ranks = dist.get_process_group_ranks(group)
-    return seen, dist.group.WORLD.bound_device_id == device, ranks
-
-
-def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device():
-    assert run_ranks(create_bound, 2) == [([None], True, [0]), ([], True, [])]
+        assert dist.get_process_group_ranks(group) == [0]
+        assert seen == [None]
+    assert dist.group.WORLD.bound_device_id == device
+    dist.group.WORLD.bound_device_id = None
 
 
 class FakeLayer(torch.nn.Module):
