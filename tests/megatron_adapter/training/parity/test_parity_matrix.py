@@ -103,7 +103,7 @@ DEFAULT = (
 @pytest.mark.parametrize("name", DEFAULT)
 def test_losses_equal_stock_megatron(name, text_data, tmp_path):
     arguments = LAYOUTS[name].arguments.replace(BATCH32, BATCH16)
-    layout = replace(LAYOUTS[name], num_iterations=4, arguments=arguments)
+    layout = replace(LAYOUTS[name], num_iterations=3, arguments=arguments)
     compare(layout, text_data, tmp_path, plain=layout.num_ranks == 2)
 
 
