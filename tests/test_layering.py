@@ -6,7 +6,6 @@ a function, and under ``if TYPE_CHECKING``.
 
 import ast
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -132,7 +131,7 @@ CIRCLES = {
 NO_ENVIRONMENT = {"collectives", "runtime", "planning", "strategies", "systems", "simulation"}
 
 
-def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+def imports_of(tree, module, is_package):
     """Line and absolute name of everything a module imports; ``from a import b`` gives ``a.b``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -148,7 +147,7 @@ def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[i
             )
 
 
-def violations(source: str, parts: tuple[str, ...]) -> list[str]:
+def violations(source, parts):
     """Imports that the table does not allow, of a file with this path below the package."""
     layer = parts[0] if len(parts) > 1 else "<top>"
     own_sub_room = parts[1] if len(parts) > 2 else ""
@@ -191,7 +190,7 @@ def test_the_table_has_no_cycle():
     TopologicalSorter({layer: inner for layer, (inner, _) in LAYERS.items()}).prepare()
 
 
-def files_imported(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+def files_imported(sources):
     """The modules of the package that each one imports, of sources by module with whether it is a package."""
     found = {}
     for module, (source, is_package) in sources.items():

@@ -7,7 +7,6 @@ import email
 import re
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -32,12 +31,12 @@ def distributions(tmp_path_factory):
     return sdist, wheel
 
 
-def _build(kind: str, out: Path, sources: Path) -> None:
+def _build(kind, out, sources):
     words = ("-m", "build", "--no-isolation", kind, "--outdir", out, sources)
     python_output(*words, MEGATRON_FSSDP_PURE="1")
 
 
-def names_in(wheel: Path) -> set[str]:
+def names_in(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 

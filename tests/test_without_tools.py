@@ -1,7 +1,6 @@
 """Without the extra ``tools``, the launcher trains with a strategy from YAML; commands give a hint."""
 
 import socket
-import subprocess
 
 from .megatron_adapter.training_run import TINY_GPT_MOE
 from .support.python_process import ROOT, run_python
@@ -23,7 +22,7 @@ launch(sys.argv[1:])
 ARGUMENTS = f"{TINY_GPT_MOE} --disable-bias-linear --train-iters 2 --log-interval 1 --mock-data"
 
 
-def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(code, *arguments, **variables):
     return run_python("-c", REFUSING + code, *arguments, PYTHONPATH=str(ROOT), **variables)
 
 

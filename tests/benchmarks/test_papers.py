@@ -1,9 +1,7 @@
 import importlib
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +96,7 @@ def test_the_kept_results_are_about_the_claims_and_the_page_shows_the_headlines(
 def test_rows_say_what_holds():
     row = replace(claims()[0], kind="row", low=2.0, high=2.0, note="so", headline="faster")
 
-    def found(*values: float, padded: Sequence[float] = (), **others: Any) -> dict[str, str]:
+    def found(*values, padded=(), **others):
         return results.row_of(Answer(replace(row, **others), list(values), list(padded), ""))
 
     rows = [found(2.0, padded=[4.0]), found(1.1, 1.3), found(0.9, 1.3), found(1.3, headline="", note="")]

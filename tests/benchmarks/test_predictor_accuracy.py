@@ -1,7 +1,5 @@
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ PACE = {"expert_flops_per_s": 1e9, "attention_s": 1e-3}
 PAYLOAD = 1e7
 
 
-def record(out: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def record(out, samples):
     options = {"nodes": 2, "ranks_per_node": 2, "rate": "100mbit", "repetitions": 3, "warm_up": 1, "seed": 0}
     return {
         "options": {key: str(value) for key, value in {**options, "out": out, "trace": False}.items()},
@@ -24,7 +22,7 @@ def record(out: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def sample(workload: str, variant: str, iteration: int, seconds: float) -> dict[str, Any]:
+def sample(workload, variant, iteration, seconds):
     return {"workload": workload, "variant": variant, "iteration": iteration, "seconds": seconds}
 
 

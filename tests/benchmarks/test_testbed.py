@@ -40,7 +40,7 @@ def test_drawn_tokens_have_the_workloads_counts(name):
         assert not maps[0].equal(maps[1])  # ranks draw different tokens
 
 
-def sample(workload: str, variant: str, repetition: int, seconds: float) -> Sample:
+def sample(workload, variant, repetition, seconds):
     pair, loads = (0, 0), (1.0, 2.0 + repetition)
     return Sample(
         *(workload, variant, repetition, 0, seconds, 0.0, (2.0, 0.0), (0.5, 0.0), pair, pair, 0, 0), loads
@@ -86,7 +86,7 @@ def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_pat
     np.savez(tmp_path / "any.npz", counts_IZLDE=recorded_IZLDE)
     size = StackSize(2, 8, 2, 16, 32, 64)
 
-    def counts(name: str, *options: str) -> np.ndarray:
+    def counts(name, *options):
         given = parser().parse_args(["--out", "unused", "--replay-from=1", *options])
         found: np.ndarray = counts_of(given, name, size, 4, 2)
         assert np.all(found.sum(axis=(2, 4)) == 64 * 2)
@@ -114,7 +114,7 @@ def test_link_rates_are_parsed():
     assert len({Nodes.address(node) for node in range(600)}) == 600
 
 
-def run_testbed(*arguments: str) -> "subprocess.Popen[str]":
+def run_testbed(*arguments):
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.testbed", *arguments],
         cwd=ROOT,
@@ -165,7 +165,7 @@ def test_two_ranks_are_measured_over_loopback(tmp_path):
     assert [row[:2] for row in written["rows"]] == sorted(map(list, names))
 
 
-def namespaces_in_use() -> set[str]:
+def namespaces_in_use():
     """Network namespaces that contain a process."""
     found = set()
     for entry in Path("/proc").iterdir():

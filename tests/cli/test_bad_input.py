@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +44,7 @@ def place(tmp_path, monkeypatch):
     return place
 
 
-def train(*more: object) -> tuple[object, ...]:
+def train(*more):
     return ("train", "run.yaml", "--set", "data.path=data", *more)
 
 
@@ -135,8 +134,8 @@ def test_wrong_arguments_give_one_line_and_change_nothing(place, command, argume
 
 @pytest.mark.parametrize("name", ["counts.csv", "counts.npy", "done/loads.npy"])
 def test_a_file_without_permission_gives_one_line(place, command, monkeypatch, name):
-    def refusing(opener: Callable) -> Callable:
-        def opened(file: Path, *more: object, **options: object) -> object:
+    def refusing(opener):
+        def opened(file, *more, **options):
             if str(file).endswith(name):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
             return opener(file, *more, **options)
@@ -182,7 +181,7 @@ def test_launching_something_other_than_a_script_is_refused(place, capsys, scrip
     assert len(error.splitlines()) == 1
 
 
-def contents(folder: Path) -> dict[str, bytes | None]:
+def contents(folder):
     """Contents of all files below a folder by relative path; ``None`` for folders."""
     return {
         str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
@@ -190,7 +189,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def assert_refused(code: int, out: str, err: str) -> None:
+def assert_refused(code, out, err):
     assert code == 2, out + err
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1, err

@@ -4,7 +4,6 @@ import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -25,7 +24,7 @@ GPT = (
 TORCHRUN = "torchrun --nproc-per-node 2 -m megatron_fssdp pretrain_gpt"
 
 
-def on_rank(rank: int, world_size: int, words: list[str], folder: Path) -> tuple[object, str, str]:
+def on_rank(rank, world_size, words, folder):
     dist.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
@@ -37,13 +36,13 @@ def on_rank(rank: int, world_size: int, words: list[str], folder: Path) -> tuple
     return ended.value.code or 0, out.getvalue(), err.getvalue()
 
 
-def run(*words: str, cwd: Path) -> tuple[object, str, str]:
+def run(*words, cwd):
     variables = {"MEGATRON_FSSDP_DEVICE": "cpu"}
     (ended,) = run_ranks(on_rank, 1, list(words), cwd, env=variables, preload=TRAINING_PRELOAD)
     return ended
 
 
-def run_newly(*words: str, cwd: Path) -> tuple[object, str, str]:
+def run_newly(*words, cwd):
     variables = {"MEGATRON_FSSDP_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     done = run_python("-m", "megatron_fssdp.cli.app", *words, cwd=cwd, **variables)
     return done.returncode, done.stdout, done.stderr

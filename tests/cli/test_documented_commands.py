@@ -14,7 +14,7 @@ COMMAND = re.compile(r"(?:megatron-fssdp|-m megatron_fssdp) (?P<words>[a-z][^\n`
 SHIPPED_FILE = re.compile(r"\bconfigs/[\w/-]+\.(?:yaml|json)\b")
 
 
-def unknown_options(command: str) -> list[str]:
+def unknown_options(command):
     """Options that a command does not have; none where the words are not a command."""
     command = re.split(r"\s#\s|[|;()]|&&|>| = | -- ", command)[0]  # words after -- are Megatron's
     words = shlex.split(command.replace("'", "").replace('"', ""))

@@ -8,7 +8,7 @@ from ..support.python_process import python_output
 SMALL = ("--least-bytes", "1024", "--most-bytes", "4096", "--repetitions", "1")
 
 
-def run(*words: object) -> str:
+def run(*words):
     return python_output("-m", *words, OMP_NUM_THREADS="1", COLUMNS="120")
 
 

@@ -35,7 +35,7 @@ strategy: {name: fssdp, settings: {slots: 1}}
 def done(command, tmp_path):
     """Run `megatron-fssdp ARGS…`, `train` in a new process; require success and return standard output."""
 
-    def run(*arguments: object) -> str:
+    def run(*arguments):
         if arguments[0] != "train":
             code, *said = command(*arguments)
         else:

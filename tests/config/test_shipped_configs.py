@@ -7,8 +7,7 @@ import pytest
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.run.composition import compose, load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
-from megatron_fssdp.config.run.parameter_count import ParameterCount, count_parameters
-from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.parameter_count import count_parameters
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.launch.run_data import data_arguments
 
@@ -16,17 +15,17 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 
 
-def names_in(folder: str) -> list[str]:
+def names_in(folder):
     return sorted(path.stem for path in (CONFIGS / folder).glob("*.yaml"))
 
 
 @cache
-def counted(model: str) -> ParameterCount:
+def counted(model):
     run = load_run([f"models/{model}", "training/tiny"])
     return count_parameters(run.model, run.data.vocab_size)
 
 
-def arguments(run: RunConfig) -> list[str]:
+def arguments(run):
     data = data_arguments(run, Path("d"), run.data.vocab_size, run.data.vocab_size - 1, 50)
     machine = Installation(on_cpu=run.training.device == "cpu", has_transformer_engine=False)
     return megatron_arguments(run, data, machine, Path("runs/x"), resume=False)

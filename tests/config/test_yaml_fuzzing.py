@@ -30,7 +30,7 @@ CHANGES = st.lists(
 )
 
 
-def changed(content: bytes, changes: list[tuple[float, int, bytes]]) -> bytes:
+def changed(content, changes):
     """Replace some bytes by others, at places given as fractions of the length."""
     for place, num_removed, added in changes:
         at = round(place * len(content))

@@ -1,6 +1,5 @@
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -24,7 +23,7 @@ def corpus(tmp_path):
     return corpus_from_paths([folder])
 
 
-def sequences(folder: Path) -> tuple[list[list[int]], list[int]]:
+def sequences(folder):
     """All token sequences of built data, and the numbers of the sequences that begin documents."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 

@@ -8,7 +8,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.corpus import MAX_WORDS, corpus_from_paths, default_corpus, sentences
 
 
-def texts(*paths: Path, key: str = "text") -> list[str]:
+def texts(*paths, key="text"):
     return [document.text for document in corpus_from_paths(paths, key).documents()]
 
 

@@ -7,13 +7,13 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files.written_files import refuse_unwritable, written_file, written_whole
 
 
-def write_and_fail(target: Path) -> None:
+def write_and_fail(target):
     with written_file(target, "--out") as partial:
         partial.write_text("two")
         raise RuntimeError
 
 
-def write_both(folder: Path) -> None:
+def write_both(folder):
     with written_whole(folder, "--out") as partial:
         (partial / "other.json").write_text("{}")
         (partial / "full").write_text("page")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.hosts.conftest import assert_balanced, assert_equal
-from tests.hosts.forked_ranks import Host
 
 HOST = "bridge", "megatron.bridge"
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
@@ -89,7 +88,7 @@ def test_fully_sharded_models_are_refused_in_one_line(host):
     _assert_refused(host, f"--fsdp --host {FSSDP}", "fully sharded data parallelism")
 
 
-def _assert_refused(host: Host, options: str, reason: str) -> None:
+def _assert_refused(host, options, reason):
     run = host.run(options, launcher=True)
     assert 2 in run.codes
     assert all(run.codes)

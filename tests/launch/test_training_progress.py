@@ -8,12 +8,12 @@ from megatron_fssdp.launch.training import TrainingProgress
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
 
 
-def record(iteration: int) -> IterationMetrics:
+def record(iteration):
     layers = tuple(LayerMetrics(layer, 2.0, 1.0 + layer / 10, 0, 0, 0, 0) for layer in (1, 3))
     return IterationMetrics(iteration, 3.25, None, 4.0, 12345.6, layers)
 
 
-def line(iteration: int) -> str:
+def line(iteration):
     return json.dumps(asdict(record(iteration))) + "\n"
 
 

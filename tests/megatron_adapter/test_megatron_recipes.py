@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from scripts.docs import recipes
-from scripts.docs.recipes import LEFT_OUT, Flags, Recipe, words_of
+from scripts.docs.recipes import LEFT_OUT, Flags, words_of
 
 from .fused_dispatch import install_fused_dispatch
 from .training.parity.test_prepared_trainings import build_grouped_experts
 from .training.parity.test_strategy_parity import cheap_links
-from .training_run import SMALL, TrainingRun, flags, relative_difference, train
+from .training_run import SMALL, flags, relative_difference, train
 
 CHECKOUT = os.environ.get(recipes.VARIABLE)
 FOUND = recipes.recipes(Path(CHECKOUT)) if CHECKOUT else []
@@ -34,7 +34,7 @@ STRATEGIES = (
 TOLERANCE = {True: 2e-3, False: 3e-5}
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _words(text):
     return tuple(text.split())
 
 
@@ -70,7 +70,7 @@ class SmallCopy:
     arguments: str
 
 
-def small_copy(recipe: Recipe) -> SmallCopy:
+def small_copy(recipe):
     """Return a recipe with its features and small sizes, on at most eight ranks."""
     dropped = (*SCALED, *IRRELEVANT, *LEFT_OUT)
     kept = (flag for flag in recipe.flags if not any(fnmatch(flag, pattern) for pattern in dropped))
@@ -99,7 +99,7 @@ def small_copy(recipe: Recipe) -> SmallCopy:
     )
 
 
-def _layers(recipe: Recipe, pipeline: int) -> Flags:
+def _layers(recipe, pipeline):
     """Return flags for one layer in each model chunk, but at least two layers."""
     later, num_layers = recipe.size("--mtp-num-layers", 0), 2 * pipeline
     layout = recipe.flags.get("--pipeline-model-parallel-layout")
@@ -122,7 +122,7 @@ def _layers(recipe: Recipe, pipeline: int) -> Flags:
     return flags
 
 
-def _experts(recipe: Recipe) -> Flags:
+def _experts(recipe):
     flags: Flags = {"--num-experts": min(recipe.size("--num-experts"), 16)}
     flags["--moe-router-topk"] = min(recipe.size("--moe-router-topk", 2), 4)
     if "--moe-router-num-groups" in recipe.flags:
@@ -130,7 +130,7 @@ def _experts(recipe: Recipe) -> Flags:
     return flags
 
 
-def _attention(recipe: Recipe) -> Flags:
+def _attention(recipe):
     sizes: Flags = {"--num-query-groups": 2, "--moe-shared-expert-intermediate-size": 32}
     if "--multi-latent-attention" in recipe.flags:
         sizes["--q-lora-rank"] = 16
@@ -148,7 +148,7 @@ def test_the_table_is_that_of_the_code():
     assert recipes.written_table(page) == recipes.table(FOUND)
 
 
-def _small_copies() -> dict[str, SmallCopy]:
+def _small_copies():
     """The different small copies, by the name of the first recipe with each of them."""
     names: dict[SmallCopy, str] = {}
     for recipe in FOUND:
@@ -177,12 +177,12 @@ def test_a_small_copy_trains_with_stock_losses(name, text_data):
         assert difference <= TOLERANCE[is_half], strategy
 
 
-def _train(copy: SmallCopy, more: str, data: Path) -> TrainingRun:
+def _train(copy, more, data):
     before = partial(_prepare, grouped="--moe-grouped-gemm" in copy.arguments)
     return train(copy.num_ranks, f"{copy.arguments} {more}", data, before=before)
 
 
-def _prepare(*, grouped: bool) -> None:
+def _prepare(*, grouped):
     cheap_links()
     install_fused_dispatch()
     if grouped:

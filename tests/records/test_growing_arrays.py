@@ -1,6 +1,5 @@
 import multiprocessing
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,27 +13,27 @@ LAYERS = np.array([2, 5])
 FORMATS = {"values": 3}
 
 
-def values(iteration: int, num_numbers: int = 3) -> np.ndarray:
+def values(iteration, num_numbers=3):
     """Numbers that only this iteration has, and that show a row mixed from two iterations."""
     return np.full((len(LAYERS), num_numbers), iteration, np.int64)
 
 
-def read(folder: Path) -> SimpleNamespace:
+def read(folder):
     return SimpleNamespace(**read_arrays(folder / "values.npy", FORMATS))
 
 
 class Writer(GrowingArrays):
     """Continues what is there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__(path, LAYERS.tolist(), read)
 
-    def add(self, *iterations: int, num_numbers: int = 3) -> None:
+    def add(self, *iterations, num_numbers=3):
         for iteration in iterations:
             self.append_row(iteration, {"values": values(iteration, num_numbers)})
 
 
-def checked(path: Path) -> list[int]:
+def checked(path):
     """Read the file; every row must be whole. Return the iterations."""
     found = read_arrays(path, FORMATS)
     assert np.array_equal(found["layers"], LAYERS)
@@ -83,7 +82,7 @@ def test_a_repeated_iteration_replaces_itself_and_all_later_ones(tmp_path, again
     assert checked(path) == [*range(1, again_from), again_from, 9]
 
 
-def _append_many(path: Path, first: int) -> None:
+def _append_many(path, first):
     writer = Writer(path)
     for iteration in range(first, first + 200):  # a test that fails must not fill the disk
         writer.add(iteration, num_numbers=6_000)  # rows of many pages

@@ -1,18 +1,17 @@
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.load_sources import read_any_loads
-from megatron_fssdp.records.loads import LOADS_FILE, LoadsWriter, RecordedLoads
+from megatron_fssdp.records.loads import LOADS_FILE, LoadsWriter
 from megatron_fssdp.records.rank_traces import RoutedModel
 
 COUNTS = np.random.default_rng(0).integers(0, 50, (3, 2, 4, 5))  # [I, L, D, E]
 
 
-def read(path: Path) -> RecordedLoads:
+def read(path):
     loads, note = read_any_loads(path, RoutedModel(2, 5, 2))
     assert not note
     return loads
@@ -64,7 +63,7 @@ def test_other_arrays_are_refused(array, words, tmp_path):
         read(tmp_path / "x.npy")
 
 
-def write_table(path: Path, columns: str = "iteration,layer,device,expert,tokens") -> None:
+def write_table(path, columns="iteration,layer,device,expert,tokens"):
     with path.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(columns.split(","))

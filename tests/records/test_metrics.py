@@ -17,7 +17,7 @@ from megatron_fssdp.records.metrics import (
 from tests.full_disk import room_for
 
 
-def record(iteration: int, loss: float = 3.5) -> IterationMetrics:
+def record(iteration, loss=3.5):
     layer = LayerMetrics(1, 2.0, 1.1, 3, 4, 5, 6, 0.5, 0.25, 0.75, 0.125)
     return IterationMetrics(iteration, loss, 0.5, 0.1, 1e3, (layer,), 7, 8, 0.0625)
 

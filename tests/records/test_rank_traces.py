@@ -8,7 +8,6 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.load_sources import read_any_loads
-from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.rank_traces import RoutedModel
 
 from .made_traces import EXPERTS, TOP_K, read_lines, write_lines, write_tokens_per_expert, write_traces
@@ -16,7 +15,7 @@ from .made_traces import EXPERTS, TOP_K, read_lines, write_lines, write_tokens_p
 SAMPLES = Path(__file__).parent / "megatron_traces"
 
 
-def read(folder: Path, num_layers: int, most: int | None = None) -> tuple[RecordedLoads, str]:
+def read(folder, num_layers, most=None):
     return read_any_loads(folder, RoutedModel(num_layers, EXPERTS, TOP_K), most)
 
 
@@ -94,7 +93,7 @@ def test_only_the_first_iterations_of_a_killed_run_are_read(tmp_path):
     np.testing.assert_array_equal(loads.counts_ILDE, counts_ILDE[:2])
 
 
-def change(number: int, **values: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+def change(number, **values):
     return lambda lines: [*lines[: number - 1], {**lines[number - 1], **values}, *lines[number:]]
 
 

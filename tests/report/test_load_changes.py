@@ -12,7 +12,7 @@ def test_plain_load_is_that_of_even_owners():
     assert plain_load(np.zeros((4, 8))) == 1
 
 
-def counts_of(load_IZE: list[list[list[int]]]) -> np.ndarray:
+def counts_of(load_IZE):
     """Counts of two devices with equal tokens, from loads of experts."""
     return np.repeat(np.array(load_IZE)[:, :, None], 2, axis=2)
 
@@ -24,7 +24,7 @@ IN_TURN = [[HOT_0, HOT_1]] * 4
 ACROSS = [[[800, 0, 0, 0], [0, 0, 800, 0]]] * 3
 
 
-def figures_of(load_IZE: list[list[list[int]]], iterations: list[int], slots: int) -> list[float]:
+def figures_of(load_IZE, iterations, slots):
     return load_changes(counts_of(load_IZE), np.array(iterations), slots, 50)
 
 

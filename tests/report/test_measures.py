@@ -1,11 +1,10 @@
 import os
-from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from megatron_fssdp.records import RecordedRun, load
+from megatron_fssdp.records import load
 from megatron_fssdp.records.metrics import (
     METRICS_FILE,
     IterationMetrics,
@@ -28,7 +27,7 @@ from megatron_fssdp.report.run_page import headline_of, run_page
 from .made_runs import write_made_run
 
 
-def recorded(folder: Path, *records: IterationMetrics) -> RecordedRun:
+def recorded(folder, *records):
     writer = MetricsWriter(folder)
     for record in records:
         writer.append(record)
@@ -77,7 +76,7 @@ def test_operations_per_second_are_of_one_device(cores, text, tmp_path):
     assert {one.key: one.text for one in measures_of(run)}["flops_per_s_per_device"] == text
 
 
-def write(folder: Path, numbers: range, session: RunSession | None, load_ratio: float = 2.0) -> Path:
+def write(folder, numbers, session, load_ratio=2.0):
     """Write iterations as one start of a training does. The speed of iteration n is n tokens per second."""
     writer = MetricsWriter(folder)
     for i, number in enumerate(numbers):

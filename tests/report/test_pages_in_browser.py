@@ -13,13 +13,13 @@ from .made_runs import write_made_run
 from .made_simulation import made_simulation_page
 
 
-def page_of_a_run(folder: Path) -> Page:
+def page_of_a_run(folder):
     sizes = {"num_iterations": 12, "num_layers": 4, "num_experts": 32, "num_devices": 16}
     sizes |= {"num_micro_batches": 4}
     return run_page(shown_runs([write_made_run(folder / "hecate-gpt-moe-s", **sizes)]))
 
 
-def page_of_three_runs(folder: Path) -> Page:
+def page_of_three_runs(folder):
     """The last run was resumed with another strategy, and its ranks share cores."""
     shared = {"ranks": 4, "cores": 2}
     starts = {1: RunSession("ep", 60, **shared), 21: RunSession("fssdp", 80, **shared)}

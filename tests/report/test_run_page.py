@@ -1,6 +1,5 @@
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ SECTIONS = [
 LOSS, TIME, LOAD, EXPERTS, REPLICAS, FIGURES = SECTIONS
 
 
-def page_of(*folders: Path) -> PageParts:
+def page_of(*folders):
     return PageParts(run_page(shown_runs(folders)).html)
 
 

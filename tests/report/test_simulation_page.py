@@ -2,7 +2,6 @@ import io
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 
 from megatron_fssdp.report.measures import comparison_table, shown_runs
 from megatron_fssdp.report.page import terminal_table
@@ -26,7 +25,7 @@ def test_parm_equals_ep_and_says_so():
     assert any(note.startswith("parm equals ep here") for note in report.notes)
 
 
-def shown(table: Table) -> str:
+def shown(table):
     """Return a table in 80 columns as text, after a check that no line is longer and nothing is cut."""
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table)

@@ -15,22 +15,22 @@ LINES = "    import megatron_fssdp\n    megatron_fssdp.register()"
 HUNK = re.compile(r"^@@ -(?P<after>\d+),0 \+(?P<first>\d+),(?P<count>\d+) @@$")
 
 
-def field(diff: Path, name: str) -> str:
+def field(diff, name):
     found = re.search(rf"^{name}: (.+)$", diff.read_text(), re.MULTILINE)
     assert found is not None, f"{diff} has no line {name}:"
     return found[1]
 
 
-def run(*arguments: object, **options) -> subprocess.CompletedProcess:
+def run(*arguments, **options):
     command = ["bash", str(ROOT / "scripts" / "apply_patches.sh"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
-def texts(checkout: Path) -> dict[str, str]:
+def texts(checkout):
     return {name: path.read_text() for name in (*SCRIPTS, INFO) if (path := checkout / name).exists()}
 
 
-def made_up_checkout(folder: Path, diff: Path) -> Path:
+def made_up_checkout(folder, diff):
     """Build a script that a diff applies to, without any line of Megatron's."""
     places = [int(hunk["after"]) for line in diff.read_text().splitlines() if (hunk := HUNK.match(line))]
     for script, place in zip(SCRIPTS, places, strict=True):
@@ -129,7 +129,7 @@ def test_an_unknown_release_is_refused(newest):
     assert "is Megatron-LM 0.15, wanted 0.18 0.19 0.20; use the launcher" in refused.stderr
 
 
-def git(*arguments: object) -> subprocess.CompletedProcess:
+def git(*arguments):
     command = ["git", "-C", str(MEGATRON_LM), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 

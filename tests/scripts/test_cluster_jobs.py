@@ -143,7 +143,7 @@ def config(tmp_path):
 class Slurm:
     """A project folder with stand-ins for programs, and the environment variables of a job."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.project = folder / "project"
         self.bin = self.project / ".venv" / "bin"
         self.bin.mkdir(parents=True)
@@ -157,20 +157,20 @@ class Slurm:
         self._program("megatron-fssdp", PRINTED)
         self.out = folder / "out"
 
-    def use_the_real_cli(self) -> None:
+    def use_the_real_cli(self):
         cli = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom megatron_fssdp.cli import app\napp.main()"
         self._program("megatron-fssdp", cli)
 
-    def ranks_add(self, step: int) -> None:
+    def ranks_add(self, step):
         for node in range(2):
             self._program(f"rank-{node}", RANK.replace("STEP", str(step)))
 
-    def _program(self, name: str, code: str) -> None:
+    def _program(self, name, code):
         path = self.bin / name
         path.write_text(f"#!{sys.executable}\n{textwrap.dedent(code)}")
         path.chmod(0o755)
 
-    def submit(self, config: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    def submit(self, config, *arguments, **env):
         """Run a copy of the batch file on the first node, as Slurm does."""
         variables = {
             **{"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"},
@@ -181,11 +181,11 @@ class Slurm:
         return subprocess.run(words, env=environment, capture_output=True, text=True)
 
     @property
-    def requeues(self) -> list[str]:
+    def requeues(self):
         log = self.bin / "scontrol.log"
         return log.read_text().splitlines() if log.exists() else []
 
-    def torchrun(self, node: int) -> str:
+    def torchrun(self, node):
         return (self.bin / f"torchrun-{node}").read_text()
 
 

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def run(words: list[str], folder: Path, **variables: str) -> str:
+def run(words, folder, **variables):
     """Run a command in an empty folder with the tools of this Python, and return its standard output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     cpu = {"PATH": path, "PYTHONPATH": str(ROOT), "MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}

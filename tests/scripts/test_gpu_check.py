@@ -5,7 +5,6 @@ import sys
 import textwrap
 import time
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ from tests.support.python_process import is_running
 ROOT = Path(__file__).parents[2]
 
 
-def step(name: str, code: str, limit_s: float = 60, **more: Any) -> Step:
+def step(name, code, limit_s=60, **more):
     return Step(name, (sys.executable, "-c", textwrap.dedent(code)), limit_s, **more)
 
 
-def run(one: Step, logs: Path) -> Step:
+def run(one, logs):
     running = one.start(logs)
     while (done := running.ended()) is None:
         time.sleep(0.05)
@@ -63,7 +62,7 @@ def test_a_hanging_step_is_ended_with_all_its_processes(tmp_path):
     assert not is_running(child)
 
 
-def record(folder: Path, losses: list[float]) -> Path:
+def record(folder, losses):
     folder.mkdir()
     entry = {"rank_peak_bytes": [1 << 30], "layers": [{"num_replicas": 3}], "resharded_experts": 1}
     lines = [json.dumps({"lm_loss": loss, **entry}) + "\n" for loss in losses]
@@ -112,7 +111,7 @@ def test_benchmarks_know_the_options_that_they_get(device, tmp_path):
         assert [option for option in options if f'"{option}"' not in script] == []
 
 
-def written(out: Path, results: Mapping[str, Any]) -> None:
+def written(out, results):
     for name in ("logs", "results"):
         (out / name).mkdir(exist_ok=True)
     for name, result in results.items():
@@ -149,7 +148,7 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path):
     assert "nothing about speed" in virtual
 
 
-def check(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, gpus: int = 2) -> int:
+def check(monkeypatch, out, *words, gpus=2):
     monkeypatch.setattr(gpu_check, "num_gpus", lambda: gpus)
     monkeypatch.setattr(sys, "argv", ["gpu_check.sh", "--root", str(ROOT), "--out", str(out), *words])
     return gpu_check.main()

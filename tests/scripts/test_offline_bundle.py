@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 OWN_TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
-def package(folder: Path, name: str, version: str, needs: str = "") -> Path:
+def package(folder, name, version, needs=""):
     """Make an installed package of metadata alone, or a wheel if the folder is named so."""
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     metadata += f"Requires-Dist: {needs}\n" if needs else ""

@@ -29,7 +29,7 @@ def test_messages_are_those_that_the_runtime_posts(monkeypatch):
     cluster = load_cluster("h200").model_copy(update={"devices_per_node": 4})
     rule = job.messages(cluster)
 
-    def posted(num_bytes: int, device: int, *, is_gather: bool) -> int:
+    def posted(num_bytes, device, *, is_gather):
         each = rule.message_bytes(num_bytes, hops, is_far=True)
         steps = steps_of(plan.transfer, device, -(-num_bytes // each), is_gather=is_gather)
         return sum(len(step.sends) for step in steps)

@@ -1,7 +1,6 @@
 import html
 import importlib
 import re
-from types import ModuleType
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
@@ -28,7 +27,7 @@ def site(tmp_path_factory):
     return folder
 
 
-def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(name, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module(name)

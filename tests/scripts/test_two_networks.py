@@ -39,7 +39,7 @@ def network():
         yield nodes
 
 
-def losses(run: TwoNodes) -> list[float]:
+def losses(run):
     records = read_metrics(run.out)
     assert [record.iteration for record in records] == list(range(1, ITERATIONS + 1))
     return [record.lm_loss for record in records]
@@ -87,7 +87,7 @@ def test_a_node_that_died_rejoins_the_run(one_node, network, tmp_path):
     assert run.num_iterations() == ITERATIONS, "the repeated iterations replace the lost ones"
 
 
-def kill_node(network: NodeCommands, node: int) -> None:
+def kill_node(network, node):
     """Kill a node's torchrun, ranks and script at once, as a power cut does."""
     words = ["nsenter", "--target", str(network.keeper), "--net", "--mount", "--"]
     words += ["ip", "netns", "pids", NodeCommands.name(node)]

@@ -48,7 +48,7 @@ def job_of(*, devices: int = 2, experts: int = 2, layers: int = 1, **more: objec
         "before_layer_flops_L": (0.0,) * layers,
         "before_gate_flops_L": (20.0,) * layers,
     }
-    return MoeJob(**(keys | more))  # type: ignore[arg-type]
+    return MoeJob(**(keys | more))
 
 
 def ranking(*names: str, num_iterations: int = 12, popular: int = 100, **cluster: object) -> SimulationReport:

@@ -3,17 +3,17 @@ import pytest
 
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, SIZES, HostCosts
 from megatron_fssdp.planning.transfer.message_size import BATCH_HOST_S
-from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.simulator import simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
 COUNTS_ILDE = loads([[8, 0], [8, 0]], [[8, 0], [8, 0]], layers=2)
 
 
-def ms(seconds: float) -> tuple[float, ...]:
+def ms(seconds):
     return (1e3 * seconds,) * len(SIZES)
 
 
-def outcome_of(name: str, host: HostCosts | None, **job: object) -> StrategyOutcome:
+def outcome_of(name, host, **job):
     return simulate(name, settings_of(name), COUNTS_ILDE, cluster_of(), job_of(layers=2, host=host, **job))
 
 

@@ -22,7 +22,7 @@ LAYER = LayerRecord(
 SPLIT = replace(LAYER, early=0.4)
 
 
-def run(*layers: LayerRecord) -> tuple[Lanes, list[tuple[str, str, float, float]]]:
+def run(*layers):
     spans: list[tuple[str, str, float, float]] = []
     record = IterationRecord(micro_batches=[list(layers)])
     return Lanes(lambda *span: spans.append(span)).run_iteration(record), spans

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from megatron_fssdp.cli.analysis.simulated_loads import simulated_stage
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.simulation.layout import cluster_of_devices, stages_of
-from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
+from megatron_fssdp.simulation.moe_job import job_of_run
 from megatron_fssdp.simulation.simulator import simulate
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
@@ -34,7 +33,7 @@ def run_of(layers=8, model=(), training=(), **parallelism):
     return load_run(["gpt_moe_tiny"], [f"model.num_layers={layers}", *model, *changes])
 
 
-def chunks_of(run: RunConfig) -> list[tuple[tuple[int, ...], ...]]:
+def chunks_of(run):
     return [stage.chunks for stage in stages_of(run)]
 
 
@@ -94,7 +93,7 @@ def test_the_stages_together_have_the_work_and_parameters_of_the_model(tied):
     run = run_of(8, model, pipeline_model_parallel_size=4)
     jobs, whole = [job_of_run(run, stage) for stage in stages_of(run)], job_of_run(run)
 
-    def flops(job: MoeJob) -> float:
+    def flops(job):
         return sum(job.before_layer_flops_L) + sum(job.before_gate_flops_L) + job.after_layers_flops
 
     assert [job.num_layers for job in jobs] == [1, 1, 2, 1]

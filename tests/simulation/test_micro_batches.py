@@ -6,11 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.simulation import replay
 from megatron_fssdp.simulation.simulator import balanced_counts, simulate
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.strategy import Strategy
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
@@ -72,7 +69,7 @@ def test_strategies_are_asked_as_by_the_runtime(name, monkeypatch):
     known: list[list[list[int]]] = []
     before_gate, after_gate = replay.plan_before_gate, replay.plan_after_gate
 
-    def before(strategy: Strategy, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before(strategy, context, history):
         if not history.is_empty:
             known.append([one.sum(axis=0).tolist() for one in history.iterations_like(9)])
         return before_gate(strategy, context, history)

@@ -14,7 +14,7 @@ from tests.simulation.small_jobs import job_of
 TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
 
 
-def run_of(*overrides: str) -> RunConfig:
+def run_of(*overrides):
     return validate(RunConfig, apply_overrides(load_yaml(TINY), overrides), str(TINY))
 
 

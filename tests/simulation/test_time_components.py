@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.memory import ExpertOptimizer
-from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, simulate
+from megatron_fssdp.simulation.simulator import balanced_counts, simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
 HOT = [[6, 2], [6, 2]]  # two sources, expert 0 gets 12 of 16
 REPLICATE = {"slots": 1, "overlap_degree": 1, "reshard_interval": 0}
 
 
-def seconds(outcome: StrategyOutcome, iteration: int = 0) -> dict[str, float]:
+def seconds(outcome, iteration=0):
     return {part: float(times[iteration]) for part, times in outcome.parts_s.items() if times[iteration]}
 
 

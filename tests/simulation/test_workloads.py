@@ -22,7 +22,7 @@ SHAPES = [
 RECORD_SHAPE = SHAPES[0]
 
 
-def heats(name: str, shape: WorkloadShape = RECORD_SHAPE) -> list[tuple[float, float]]:
+def heats(name, shape=RECORD_SHAPE):
     """Expert and device max/mean of every iteration."""
     counts_IDE = WORKLOADS[name].counts(shape)
     return [(expert_max_over_mean(one), device_max_over_mean(one)) for one in counts_IDE]

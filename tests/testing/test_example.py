@@ -6,13 +6,13 @@ import torch.distributed as dist
 from megatron_fssdp.testing import run_megatron_ranks, run_ranks
 
 
-def sum_of_ranks(rank: int, world_size: int, start: int) -> int:
+def sum_of_ranks(rank, world_size, start):
     total = torch.tensor(start + rank)
     dist.all_reduce(total)
     return int(total)
 
 
-def expert_parallel_size(rank: int, world_size: int) -> int:
+def expert_parallel_size(rank, world_size):
     from megatron.core import parallel_state
 
     return parallel_state.get_expert_model_parallel_world_size()

@@ -1,8 +1,5 @@
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,13 +26,13 @@ CASES = (
 
 
 @contextmanager
-def on_one_card() -> Iterator[None]:
+def on_one_card():
     with Patches() as patches:
         one_card.CardGroups(poses=False).install(patches)
         yield
 
 
-def call_all(rank: int, world_size: int) -> dict[str, Any]:
+def call_all(rank, world_size):
     with on_one_card():
         return all_calls(rank, "cpu")
 
@@ -45,7 +42,7 @@ def test_every_call_moves_the_data_that_nccl_would_move():
         assert results == {name: values[rank] for name, values in RESULTS.items()}
 
 
-def call_in_order(rank: int, world_size: int) -> tuple[bool, list[float]]:
+def call_in_order(rank, world_size):
     """Rank 1 comes after rank 0 has looked, so nothing can be complete before rank 0 waits."""
     store = distributed_c10d._get_default_store()
     with on_one_card():
@@ -64,7 +61,7 @@ def test_calls_return_at_once_and_results_come_with_the_wait():
     assert run_ranks(call_in_order, 2) == [(False, [2, 2, 1, 1])] * 2
 
 
-def run_cases(rank: int, world_size: int) -> list[float]:
+def run_cases(rank, world_size):
     with on_one_card():
         return [max(CaseRun(case).run().errors.values()) for case in CASES]
 
@@ -85,7 +82,7 @@ dist.destroy_process_group()
 """
 
 
-def run_script(rank: int, world_size: int, words: list[str], folder: Path) -> Any:
+def run_script(rank, world_size, words, folder):
     """As ``python -m devtools.one_card WORDS…`` under torchrun."""
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.destroy_process_group()
@@ -105,7 +102,7 @@ def test_a_script_runs_with_its_arguments(tmp_path):
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["nccl 3.0 0 --size"] * 2
 
 
-def fail(rank: int, world_size: int) -> str:
+def fail(rank, world_size):
     """Ask for a reduction that gloo does not have."""
     with on_one_card():
         work = dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND, async_op=True)

@@ -32,13 +32,13 @@ MODEL = (
 SIMULATE = (*CLUSTER, *ONE_NODE, *MODEL, "--no-plots")
 
 
-def command(*words: object) -> str:
+def command(*words):
     result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def sources(folder: Path) -> list[Path]:
+def sources(folder):
     """The same loads of two layers and four experts in every form; the last ones lack source devices."""
     counts_ILDE = write_traces(folder / "traces", [1, 1], 2, passes=(3, 3, 3))
     np.save(folder / "counts.npy", counts_ILDE)

@@ -19,7 +19,7 @@ TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 BIG = ("--set", "training.micro_batch_size=64", "--set", "training.global_batch_size=256")
 
 
-def simulate(out: Path, loads: str, *more: str) -> str:
+def simulate(out, loads, *more):
     arguments = ["simulate", "--loads", loads, "--cluster", str(ROOT / "configs/clusters/hpwnv.yaml")]
     arguments += ["--cluster-set", "devices_per_node=2", "--model", str(TINY), "--out", str(out), *more]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)

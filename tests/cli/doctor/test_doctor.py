@@ -54,7 +54,7 @@ TABLE = """
 ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.strip().splitlines()]
 
 
-def examine(monkeypatch: pytest.MonkeyPatch, machine: str, *folders: Any) -> dict[str, Finding]:
+def examine(monkeypatch, machine, *folders):
     layout = pose(monkeypatch, machine)
     run: Any = None
     if layout:
@@ -121,7 +121,7 @@ def test_seams_are_found_and_missed_in_the_installed_megatron(monkeypatch):
     assert "; not megatron.core.gone.Layer.route (ModuleNotFoundError" in gone.found
     assert "pip install 'megatron-core>=0.19,<0.21'" in gone.advice
 
-    def fail(name: str) -> None:
+    def fail(name):
         raise RuntimeError("broken kernel")
 
     monkeypatch.setattr(capabilities.importlib, "import_module", fail)
@@ -159,7 +159,7 @@ def test_a_folder_is_checked_by_writing_and_left_unchanged(tmp_path, monkeypatch
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
-    def fill(descriptor: int) -> None:
+    def fill(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "file").write_text("")

@@ -13,7 +13,7 @@ def doctor(command, monkeypatch):
     """Runs the command on a made-up machine: exit code, stdout, stderr."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
-    def run(*arguments: object, machine: str = "") -> tuple[int, str, str]:
+    def run(*arguments, machine=""):
         pose(monkeypatch, f"cores=4 {machine}")
         return command("doctor", *arguments)
 

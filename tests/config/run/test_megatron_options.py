@@ -3,7 +3,7 @@ import pytest
 from megatron_fssdp.config.run import megatron_options as parser
 
 
-def options() -> dict[str, tuple[object, ...]]:
+def options():
     found = parser.megatron_parser.__wrapped__()._actions
     return {one.dest: (one.nargs, str(one.type), one.choices, one.default) for one in found}
 

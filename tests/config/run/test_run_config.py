@@ -6,7 +6,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.megatron_options import options, plain, problem
-from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
+from megatron_fssdp.config.run.run_config import SECTIONS
 from megatron_fssdp.config.run.sections import DataSettings
 from megatron_fssdp.launch.run_data import data_arguments
 
@@ -15,16 +15,16 @@ NONE = "strategy.name=none"
 CPU, GPU, PLAIN_GPU = Installation(True, False), Installation(False, True), Installation(False, False)
 
 
-def tiny(*overrides: str) -> RunConfig:
+def tiny(*overrides):
     return load_run(["gpt_moe_tiny"], overrides)
 
 
-def arguments(config: RunConfig, installation: Installation = CPU, *, resume: bool = False) -> list[str]:
+def arguments(config, installation=CPU, *, resume=False):
     data = data_arguments(config, Path("d"), 2048, 2047, 50)
     return megatron_arguments(config, data, installation, Path("runs/x"), resume=resume)
 
 
-def given(words: list[str]) -> dict[str, str]:
+def given(words):
     """The word that follows each flag; no flag is given twice but --moe-strategy-set."""
     flags = [word for word in words if word.startswith("--") and word != "--moe-strategy-set"]
     assert len(flags) == len(set(flags))

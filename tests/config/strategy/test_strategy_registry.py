@@ -1,7 +1,5 @@
 import os
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pydantic import Field
@@ -46,7 +44,7 @@ ENTRY = RegisteredStrategy("made", MadeSettings, "nowhere:Nothing", "made up", "
 def test_what_would_fail_later_is_refused_with_the_package(changes, words):
     table = StrategyRegistry(lambda: [replace(ENTRY, package="theirs")], group="megatron_fssdp.no_such_group")
     with pytest.raises(ConfigurationError) as refusal:
-        table.add(replace(ENTRY, package="mine", **changes))  # type: ignore[arg-type]
+        table.add(replace(ENTRY, package="mine", **changes))
     assert words in str(refusal.value)
     assert list(table) == ["made"]
 
@@ -79,7 +77,7 @@ def test_what_makes_no_strategy_is_refused_when_it_is_built(monkeypatch, make, r
 # --- packages that are installed for a process of their own
 
 
-def write_package(folder: Path, name: str, strategy: str, body: str) -> None:
+def write_package(folder, name, strategy, body):
     """What pip leaves of a package: a module, and metadata with an entry point."""
     (folder / f"{name}.py").write_text(body)
     info = folder / f"{name}-1.0.dist-info"
@@ -88,7 +86,7 @@ def write_package(folder: Path, name: str, strategy: str, body: str) -> None:
     (info / "entry_points.txt").write_text(f"[megatron_fssdp.strategies]\n{strategy} = {name}:register\n")
 
 
-def run_with(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_with(folder, code, **environment):
     return run_python("-c", code, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]), **environment)
 
 
@@ -157,9 +155,9 @@ def test_autos_keys_are_its_candidates_and_are_checked_by_their_models(made_cand
         name for name, entry in STRATEGIES.items() if entry.is_candidate
     }
     given = strategy_settings("auto", {"made": {"number": 3}}, "test")
-    assert given.candidates["made"] == MadeSettings(number=3)  # type: ignore[attr-defined]
+    assert given.candidates["made"] == MadeSettings(number=3)
     left_out = strategy_settings("auto", {"made": False}, "test")
-    assert "made" not in left_out.candidates  # type: ignore[attr-defined]
+    assert "made" not in left_out.candidates
     for value, words in (
         ({"number": -1}, r"made\.number: got -1"),
         ({"numbr": 1}, "unknown key 'numbr'; did you mean 'number'"),
@@ -174,6 +172,6 @@ def test_a_candidate_that_cannot_be_built_is_left_out_with_a_warning(made_candid
         STRATEGIES._entries, "made", replace(STRATEGIES["made"], strategy="a_module_that_is_not_there:Made")
     )
     strategy = build_strategy("auto", strategy_settings("auto", {}, "test"))
-    assert "made" not in strategy.candidates  # type: ignore[attr-defined]
+    assert "made" not in strategy.candidates
     assert "candidate 'made' of package theirs is left out" in caplog.text
     assert "made=false" in caplog.text

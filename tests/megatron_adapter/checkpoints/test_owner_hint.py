@@ -31,7 +31,7 @@ BOTH, SWAPPED = {"stages": STAGES}, {"stages": STAGES[::-1]}
 TWICE = {"stages": [{**FIRST, "slot_LE": [[0] * 4] * 2}, None]}
 
 
-def slots_of(numbers: tuple[int, ...], owners: OwnerMap | None) -> Any:
+def slots_of(numbers, owners):
     one = SimpleNamespace(layers=numbers, layer_numbers=lambda: numbers, owners=owners, saved_owners=None)
     if owners is None:
         one.layers = ()
@@ -67,7 +67,7 @@ def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used():
     assert "keep the owners of the checkpoint" in kept
 
 
-def _gather(rank: int, world_size: int) -> Any:
+def _gather(rank, world_size):
     from megatron.core import parallel_state
 
     lines = messages_of(checkpoint_hints.logger.name)

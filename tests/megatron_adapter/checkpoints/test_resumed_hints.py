@@ -25,7 +25,7 @@ def each_its_own(choosing, contexts, histories):
     return seconds_LC
 
 
-def told_what_to_choose() -> None:
+def told_what_to_choose():
     AutoStrategy.price = each_its_own
 
 

@@ -2,7 +2,6 @@
 
 import queue
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -18,14 +17,14 @@ TRAINED, MORE = 4, 2
 FORMATS = ("fully_reshardable", "dp_reshardable")
 
 
-def states_of(host: Host, sharding: str, *, is_loading: bool = False) -> dict[str, Any]:
+def states_of(host, sharding, *, is_loading=False):
     metadata = {"distrib_optim_sharding_type": sharding}
     model = host.gpt.sharded_state_dict(metadata=metadata)
     optimizer = host.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer, "content_metadata": metadata}
 
 
-def train(host: Host, begin: int, number: int) -> list[float]:
+def train(host, begin, number):
     for iteration in range(begin, begin + number):
         host.at(iteration)
         host.reset()
@@ -33,7 +32,7 @@ def train(host: Host, begin: int, number: int) -> list[float]:
     return host.found.losses[-number:]
 
 
-def is_moved(attachment: Any) -> bool:
+def is_moved(attachment):
     return not attachment.models[0].session.slots.owners.is_even
 
 

@@ -47,7 +47,7 @@ def test_nothing_is_replaced_in_a_gpu_run(monkeypatch):
     cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
 
 
-def gather_and_exchange(rank: int, world_size: int) -> None:
+def gather_and_exchange(rank, world_size):
     ring, direct = dist.all_gather_into_tensor, dist.all_to_all_single
     for width, dtype in ((1, torch.bool), (256, torch.int64), (257, torch.int64)):
         own_R = [torch.arange(2 * width).add(one).view(2, width).to(dtype) for one in range(world_size)]
@@ -68,7 +68,7 @@ def test_messages_take_one_hop_and_are_posted_at_once():
     run_ranks(gather_and_exchange, 3)
 
 
-def first_weights(rank: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:
+def first_weights(rank, world_size):
     """Matrices of this rank's two experts, one by one and grouped, and what the rank draws next."""
     from megatron.core import parallel_state as ps
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fssdp.config.cluster_description import ClusterDescription, cluster_yaml, load_cluster
+from megatron_fssdp.config.cluster_description import cluster_yaml, load_cluster
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.diagnosis import cluster_profiler
@@ -18,7 +18,7 @@ TINY = Path(__file__).parents[3] / "configs" / "gpt_moe_tiny.yaml"
 SETTINGS = ProfileSettings("box", least_bytes=1 << 10, most_bytes=1 << 14, num_repetitions=1)
 
 
-def measure(rank: int, world_size: int, num_nodes: int) -> tuple[ClusterDescription, list[str]]:
+def measure(rank, world_size, num_nodes):
     lines: list[str] = []
     run = validate(RunConfig, load_yaml(TINY), str(TINY))
     return measure_cluster(replace(SETTINGS, model=run), num_nodes, CPU, world_size, lines.append), lines
@@ -40,7 +40,7 @@ def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path):
     assert load_cluster(path) == cluster
 
 
-def measure_planted(rank: int, world_size: int, num_nodes: int) -> tuple[ClusterDescription, list[Any]]:
+def measure_planted(rank, world_size, num_nodes):
     """Plant costs by group: 1 ns a byte inside a node, 100 ns between nodes, 60 ns for a device alone."""
     asked: list[Any] = []
 

@@ -35,14 +35,14 @@ def test_strategy_none_equals_the_bare_script_bitwise(text_data):
     assert_equal(train(2, SHORT, text_data, before=forbid_the_plugins_layer), bare)
 
 
-def forbid_the_plugins_layer() -> None:
+def forbid_the_plugins_layer():
     from megatron_fssdp.megatron_adapter.experts import gradient_sync
     from megatron_fssdp.megatron_adapter.layer import moe_layer
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def refuse(*args, **kwargs):
         raise AssertionError("--moe-strategy none built or wrapped something")
 
-    moe_layer.StrategyMoELayer.of = refuse  # type: ignore[method-assign, assignment]
+    moe_layer.StrategyMoELayer.of = refuse
     gradient_sync._install = refuse
 
 
@@ -67,13 +67,13 @@ def test_bad_input_gives_one_line_before_process_groups_start(row, text_data):
     assert "Traceback" not in run.errors
 
 
-def remove_a_seam() -> None:
+def remove_a_seam():
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     del MoELayer.postprocess
 
 
-def build_other_layers() -> None:
+def build_other_layers():
     """Build the model from a spec that holds another class than Megatron's, as a fork might."""
     from functools import partial
 
@@ -83,7 +83,7 @@ def build_other_layers() -> None:
     class OtherLayer(MoELayer):
         pass
 
-    def with_other_layer(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_other_layer(stock, *args, **kwargs):
         return partial(OtherLayer, submodules=stock(*args, **kwargs).keywords["submodules"])
 
     wrap(gpt_layer_specs, "get_moe_module_spec_for_backend", with_other_layer)

@@ -14,7 +14,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from tests.support.training_preload import run_megatron_ranks
 
 from ..held_bytes import num_bytes, state_bytes
-from ..iterations.host_loops import Host, Trained, assert_equal, swift, trained
+from ..iterations.host_loops import Host, assert_equal, swift, trained
 from ..training.parity.test_strategy_parity import cheap_links
 from ..training_run import note, relative_difference, rows, slow, train, wrap
 
@@ -72,7 +72,7 @@ def test_checkpoints_hold_each_expert_once(optimizer, text_data, tmp_path):
     assert keys[FLEXMOE] == keys["ep"]
 
 
-def train_without_gloo_groups(rank: int, world_size: int) -> list[Trained]:
+def train_without_gloo_groups(rank, world_size):
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -104,7 +104,7 @@ def test_states_begin_like_those_of_parameters_with_equal_settings():
     """Megatron's Muon gives weights a momentum, and Adam trains biases."""
     from megatron_fssdp.megatron_adapter.experts.resident_experts import _start_states_like
 
-    def optimizers() -> list[torch.optim.Optimizer]:
+    def optimizers():
         groups = [
             {"params": [Parameter(torch.ones(shape))], **EXPERT, "wd_mult": float(len(shape))}
             for shape in ((2, 2), (2,))
@@ -131,7 +131,7 @@ def test_states_begin_like_those_of_parameters_with_equal_settings():
 # ---------------------------------------------------------------- on the ranks
 
 
-def compare_in_training(*, counts_in_groups: bool) -> None:
+def compare_in_training(*, counts_in_groups):
     """At the end of every iteration, compare the contents of replicas with those of their owners."""
     from megatron.core import optimizer, parallel_state
 
@@ -143,7 +143,7 @@ def compare_in_training(*, counts_in_groups: bool) -> None:
         optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = AdamOfGroups, False
     found: dict[str, Any] = {"compared": 0, "difference": 0.0}
 
-    def end_and_compare(end: Any, driver: Any) -> Any:
+    def end_and_compare(end, driver):
         loads = end(driver)
         residents, owners = driver._residents, driver._session.slots.owners
         group, held = residents._contents.expert_parallel, residents._map
@@ -185,11 +185,11 @@ def compare_in_training(*, counts_in_groups: bool) -> None:
 class AdamOfGroups(torch.optim.Optimizer):
     """Adam that counts its steps in parameter groups, as Transformer Engine's and Apex's do."""
 
-    def __init__(self, params: Any, **settings: Any) -> None:
+    def __init__(self, params, **settings):
         super().__init__(params, settings)
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:

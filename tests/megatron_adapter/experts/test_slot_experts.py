@@ -35,13 +35,13 @@ class Additions(TorchDispatchMode):
 
     num = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         is_addition = operator.name().startswith(("aten::add.Tensor", "aten::add_.Tensor"))
         self.num += is_addition and args[0].dim() == 2
         return operator(*args, **(kwargs or {}))
 
 
-def two_grouped_experts(config: Any, **options: bool) -> Any:
+def two_grouped_experts(config, **options):
     return grouped_experts(**options)(
         2, config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
     )
@@ -84,7 +84,7 @@ def test_quantized_copies_end_with_the_weights_of_an_iteration():
     assert found == [[2, 0], [0, 3], [0, 0], [2, 0]]
 
 
-def draw() -> torch.Tensor:
+def draw():
     generator = torch.Generator().manual_seed(dist.get_rank())
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=generator)
     return (hidden + 1).requires_grad_()  # A common direction: some experts are hot.
@@ -114,11 +114,11 @@ def test_hooks_on_the_expert_module_run_once_and_hooks_inside_are_refused():
 class _Adapter(torch.nn.Module):
     """A linear layer beside a frozen one, as in LoRA."""
 
-    def __init__(self, base: torch.nn.Module) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base, self.down = base, torch.nn.Linear(HIDDEN, 2)
 
-    def forward(self, *arguments: Any) -> Any:
+    def forward(self, *arguments):
         return self.base(*arguments)
 
 
@@ -126,20 +126,20 @@ class _Quantized(torch.nn.Module):
     """A class that replaces that of a module in its place, as ModelOpt's do."""
 
 
-def _own(owner: Any, name: str) -> None:
+def _own(owner, name):
     setattr(owner, name, MethodType(getattr(type(owner), name), owner))
 
 
-def _last(layer: Any) -> Any:
+def _last(layer):
     return getattr(layer.experts, "local_experts", [layer.experts])[-1]
 
 
-def _replace_weight(linear: Any) -> None:
+def _replace_weight(linear):
     name = "weight" if hasattr(linear, "weight") else "weight0"
     setattr(linear, name, torch.nn.Parameter(getattr(linear, name).detach()))
 
 
-def _wrap_whole(experts: Any) -> None:
+def _wrap_whole(experts):
     """The last expert, or grouped experts' second layer."""
     if hasattr(experts, "local_experts"):
         experts.local_experts[-1] = _Adapter(experts.local_experts[-1])
@@ -147,7 +147,7 @@ def _wrap_whole(experts: Any) -> None:
         experts.linear_fc2 = _Adapter(experts.linear_fc2)
 
 
-def _quantize(linear: Any) -> None:
+def _quantize(linear):
     linear.__class__ = type("Quantized", (_Quantized, type(linear)), {})
 
 

@@ -1,7 +1,6 @@
 """The accounted memory equals what a Megatron training allocates for its experts."""
 
 import gc
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,18 +100,18 @@ def test_growing_batches_are_accounted_with_the_largest(monkeypatch):
 # ---------------------------------------------------------------- on the ranks
 
 
-def at_end(do: Callable[[Any, Any], None]) -> None:
+def at_end(do):
     from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
     from megatron_fssdp.megatron_adapter.iterations.training_reports import account_memory
 
-    def end_and_do(end: Any, driver: Any) -> Any:
+    def end_and_do(end, driver):
         do(driver, account_memory(driver._session, driver._host, driver.held))
         return end(driver)
 
     wrap(IterationDriver, "end", end_and_do)
 
 
-def shadow_and_measure() -> None:
+def shadow_and_measure():
     """Shadow the first experts for any counts, and note the largest number of bytes that replicas had."""
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
@@ -122,7 +121,7 @@ def shadow_and_measure() -> None:
     allocated: list[int] = []
     gc.freeze()  # objects that exist already are not searched
 
-    def start_and_measure(start: Any, layer: Any) -> None:
+    def start_and_measure(start, layer):
         start(layer)  # The gather of this micro-batch's replicas has started now.
         here = [item for item in gc.get_objects() if isinstance(item, ReplicaSlots)]
         flats = [flat for slots in here for flat in slots.weights().values()]
@@ -132,10 +131,10 @@ def shadow_and_measure() -> None:
     at_end(lambda _, memory: note((dist.get_rank(), memory.replica_parameters_bytes, max(allocated))))
 
 
-def measure_in_training() -> None:
+def measure_in_training():
     moved: list[int] = []
 
-    def measure(driver: Any, memory: Any) -> None:
+    def measure(driver, memory):
         if driver.reshard is not None:
             moved.append(driver.reshard.experts_moved)
         parameters = [parameter for slot in driver._session.slots.parameters for parameter in slot]

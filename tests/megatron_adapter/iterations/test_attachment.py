@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from tests.support.training_preload import on_ranks
 from . import host_loops
 
 
-def wrapped() -> Any:
+def wrapped():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     config = host_loops.config()

@@ -1,7 +1,5 @@
 """Under the loops of all hosts, strategies have stock's losses and gradients, and plans from loads."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from megatron_fssdp.records.loads import read_loads
 from tests.support.training_preload import run_megatron_ranks
 
 from ..training_run import slow
-from .host_loops import LOOPS, Strategy, assert_equal, train_under
+from .host_loops import LOOPS, assert_equal, train_under
 
 FSSDP = ("fssdp", {"slots": 2, "overlap_degree": 3})
 MOVING = ("fssdp", {"slots": 2, "overlap_degree": 3, "reshard_interval": 2})
@@ -44,7 +42,7 @@ def test_none_records_the_loads_of_a_loop(loop, tmp_path):
     np.testing.assert_array_equal(tokens_IL, wanted.counts_ILDE.sum(axis=(2, 3)))
 
 
-def compare(loop: str, strategies: list[Strategy], **options: Any) -> None:
+def compare(loop, strategies, **options):
     ranks = run_megatron_ranks(train_under, 2, loop, strategies, options, ep=2)
     assert_equal(ranks, [name for name, _ in strategies])
     for _, *others in ranks:

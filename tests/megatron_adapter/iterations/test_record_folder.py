@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.megatron_options import options, plain
-from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.launch.run_data import data_arguments
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
@@ -33,11 +31,11 @@ RUNS = {
 MODEL = set(ModelArguments.model_fields)
 
 
-def run_of(*overrides: str) -> RunConfig:
+def run_of(*overrides):
     return load_run(["gpt_moe_tiny"], ["training.save=ckpt", "training.global_batch_size=null", *overrides])
 
 
-def record(folder: Path, run: RunConfig | None) -> None:
+def record(folder, run):
     write_recorded_settings(folder, run, STRATEGY)
     (folder / METRICS_FILE).write_text("{}\n")
 
@@ -84,7 +82,7 @@ def test_sizes_that_a_yaml_leaves_to_megatrons_defaults_are_the_same(tmp_path):
         assert record_folder(folder, load_run(["gpt_moe_tiny"], settings), resumes=True) == tmp_path / name
 
 
-def parsed(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
+def parsed(run, monkeypatch):
     """Megatron's arguments of a run, with what its own checks would add."""
     from megatron.training.arguments import parse_args
 

@@ -4,19 +4,18 @@ import os
 import sys
 import types
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
-from megatron_fssdp.records.metrics import IterationMetrics, RunSession, read_metrics
+from megatron_fssdp.records.metrics import RunSession, read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.records.recorded_run import load
 from megatron_fssdp.records.run_settings import run_config_of
 
-from ..training_run import TrainingRun, assert_equal, note, relative_difference, train, wrap
+from ..training_run import assert_equal, note, relative_difference, train, wrap
 
 STAGES, PEERS = "{PP2} {BATCH16}", "{TP2} {NO_BIAS}"
 RESHARDING = "reshard_interval=3 overlap_degree=1 slots=1"
@@ -74,12 +73,12 @@ def test_all_devices_and_layers_are_recorded(layout, num_sources, text_data, tmp
     assert all(entry.resharded_experts == entry.reshard_bytes == entry.reshard_s == 0 for entry in metrics)
 
 
-def note_routing() -> None:
+def note_routing():
     """Note the counts of each pass: layer, device and tokens by expert."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
 
-    def routing(route: Any, router: Any, *args: Any, **kwargs: Any) -> Any:
+    def routing(route, router, *args, **kwargs):
         probs, routing_map = route(router, *args, **kwargs)
         device = parallel_state.get_expert_model_parallel_rank()
         note((router.layer_number, device, routing_map.sum(dim=0).tolist()))
@@ -110,7 +109,7 @@ def test_single_micro_batches_are_recorded_as_they_were_routed(staged):
     np.testing.assert_array_equal(found.counts_IZLDE.sum(axis=1), read_loads(folder).counts_ILDE)
 
 
-def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
+def check_passes(metrics, num_stages):
     for entry in metrics:
         passes = [one for layer in entry.layers for one in (layer.forward, layer.backward)]
         inside_s = 0.0
@@ -125,7 +124,7 @@ def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
         assert 0 < entry.passes_s < entry.iteration_s
 
 
-def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devices: int) -> None:
+def check_placements(record_dir, metrics, num_devices):
     placements = read_placements(record_dir)
     assert placements.iterations.tolist() == [entry.iteration for entry in metrics]
     assert placements.present_ILED.shape == (3, 2, 8, num_devices)
@@ -141,7 +140,7 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
         np.testing.assert_allclose(values_IL, recorded)
 
 
-def check_reshards(run: TrainingRun, folder: Path, num_copies: int) -> None:
+def check_reshards(run, folder, num_copies):
     metrics = read_metrics(folder)
     assert [entry.lm_loss for entry in metrics] == pytest.approx(run.losses, rel=1e-6)
     for key in ("resharded_experts", "reshard_bytes"):
@@ -201,10 +200,10 @@ def test_none_and_ep_record_the_same_loads(layout, num_ranks, text_data, tmp_pat
         assert replace(wanted, forward=None, backward=None, strategy=None) == found
 
 
-def note_evaluations() -> None:
+def note_evaluations():
     from megatron.training import training
 
-    def noting(evaluate: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(evaluate, *args, **kwargs):
         result = evaluate(*args, **kwargs)
         note(float(result[0]["lm loss"]))
         return result
@@ -257,7 +256,7 @@ def test_boards_have_the_figures_of_logged_iterations(staged):
             assert (value.num, value.sum, value.max) == (8, load_E.sum(), load_E.max())
 
 
-def figures(name: str, record: Any, but: str) -> dict[str, float]:
+def figures(name, record, but):
     return {
         name.format(key): value
         for key, value in asdict(record).items()
@@ -265,11 +264,11 @@ def figures(name: str, record: Any, but: str) -> dict[str, float]:
     }
 
 
-def note_and_fake_wandb() -> None:
+def note_and_fake_wandb():
     note_routing()
     module: Any = types.ModuleType("wandb")
 
-    def log(values: dict[str, Any], step: int | None = None) -> None:
+    def log(values, step=None):
         note((step, {name: np.asarray(value).tolist() for name, value in values.items()}))
 
     module.init = lambda **_: None

@@ -1,7 +1,6 @@
 """The lines of the log that say how evenly a training loads its devices."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,12 +17,12 @@ GIVEN = "fssdp slots=2 overlap_degree=4"
 SKEWED = "{EP2} --train-iters 6 --log-interval 2 --moe-router-force-biased 1.5"
 
 
-def lines_of(text_data: Path, strategy: str, arguments: str = SKEWED, ranks: int = 2) -> list[str]:
+def lines_of(text_data, strategy, arguments=SKEWED, ranks=2):
     messages = train(ranks, arguments, text_data, strategy=strategy).messages
     return [one for one in messages if "× mean load" in one]
 
 
-def loads(line: str) -> list[float]:
+def loads(line):
     found = re.search(r"busiest device ([\d.]+)(?: → ([\d.]+))? × mean load", line)
     assert found, line
     return [float(number) for number in found.groups() if number]

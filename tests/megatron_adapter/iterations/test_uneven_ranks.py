@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from megatron_fssdp.records.placements import read_placements
 from tests.support.training_preload import run_megatron_ranks
 
 from ..training_run import slow
-from .host_loops import BATCH, LENGTH, Host, Strategy, Trained, assert_equal, trained
+from .host_loops import BATCH, LENGTH, Strategy, assert_equal, trained
 from .test_host_loops import MOVING, OVERLAPS
 
 ITERATIONS = 7
@@ -30,14 +29,14 @@ MORE: list[Strategy] = [
 ]
 
 
-def numbers_of(seed: int) -> list[list[int]]:
+def numbers_of(seed):
     """Micro-batches of both groups in each iteration; at least one group has some."""
     drawn = np.random.default_rng(seed).integers(0, 4, (ITERATIONS, 2))
     drawn[drawn.sum(axis=1) == 0, seed % 2] = 1
     return [*drawn.tolist()]
 
 
-def iterate(host: Host, iteration: int, seed: int) -> None:
+def iterate(host, iteration, seed):
     """One iteration: by a schedule or without, and now and then one group evaluates before, one after."""
     from megatron.core.distributed import finalize_model_grads
 
@@ -64,9 +63,7 @@ def iterate(host: Host, iteration: int, seed: int) -> None:
         host.log_probabilities()
 
 
-def train_unevenly(
-    rank: int, world_size: int, seed: int, strategies: list[Strategy], options: dict[str, Any]
-) -> list[Trained]:
+def train_unevenly(rank, world_size, seed, strategies, options):
     loop = partial(iterate, seed=seed)
     return [trained(one, loop, ITERATIONS, **options) for one in (("none", {}), *strategies)]
 
@@ -93,7 +90,7 @@ def test_all_strategies_serve_groups_with_other_numbers_of_micro_batches(seed):
     compare(seed, [MOVING, *STRATEGIES, *MORE], (), **OVERLAPS)
 
 
-def compare(seed: int, strategies: list[Strategy], groups: Any, **options: Any) -> list[list[Trained]]:
+def compare(seed, strategies, groups, **options):
     assert any(0 in numbers for numbers in numbers_of(seed))
     ranks = run_megatron_ranks(train_unevenly, 4, seed, strategies, options, ep=2)
     assert_equal(ranks, [name for name, _ in strategies], groups)

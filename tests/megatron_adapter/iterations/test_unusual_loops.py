@@ -1,7 +1,6 @@
 """Loops that are correct in stock Megatron and unusual, and those that get one line of error instead."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ from tests.support.training_preload import on_ranks, run_megatron_ranks
 
 from ..training_run import slow
 from . import host_loops
-from .host_loops import Host, Loop, Strategy, Trained, assert_equal, swift, trained
+from .host_loops import Host, Loop, Strategy, assert_equal, swift, trained
 from .test_host_loops import FSSDP, MOVING
 
 
-def late_reset(host: Host, iteration: int) -> None:
+def late_reset(host, iteration):
     """Gradients are set to zero between the first forward pass and its backward pass."""
     from megatron.core.distributed import finalize_model_grads
 
@@ -30,13 +29,13 @@ def late_reset(host: Host, iteration: int) -> None:
     host.step(float(loss) + float(more))
 
 
-def first_forward_alone(host: Host, iteration: int) -> None:
+def first_forward_alone(host, iteration):
     """A forward pass without a backward pass, in training mode, before gradients are set to zero."""
     host.forward()
     swift(host, iteration)
 
 
-def reading(host: Host, iteration: int) -> None:
+def reading(host, iteration):
     """Nothing finalizes gradients, which the loop reads itself after each of two calls of the schedule."""
     host.reset()
     host.config.finalize_model_grads_func = None
@@ -45,11 +44,11 @@ def reading(host: Host, iteration: int) -> None:
     host.step(loss + host.passes(2))
 
 
-def own_finalize(host: Host, iteration: int) -> None:
+def own_finalize(host, iteration):
     """A function of the loop's own changes gradients before DDP reduces them."""
     from megatron.core.distributed import finalize_model_grads
 
-    def finalize(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
+    def finalize(chunks, *args, **kwargs):
         halve(host)
         finalize_model_grads(chunks, *args, **kwargs)
 
@@ -57,7 +56,7 @@ def own_finalize(host: Host, iteration: int) -> None:
     swift(host, iteration)
 
 
-def halving(host: Host, iteration: int) -> None:
+def halving(host, iteration):
     """No schedule; gradients are changed after backward passes, in one iteration after each."""
     from megatron.core.distributed import finalize_model_grads
 
@@ -73,7 +72,7 @@ def halving(host: Host, iteration: int) -> None:
     host.step(loss)
 
 
-def crossed(host: Host, iteration: int) -> None:
+def crossed(host, iteration):
     """Two forward passes before their backward passes, in the same order, without a schedule."""
     from megatron.core.distributed import finalize_model_grads
 
@@ -85,7 +84,7 @@ def crossed(host: Host, iteration: int) -> None:
     host.step(float(sum(losses)))
 
 
-def averaged(host: Host, iteration: int) -> None:
+def averaged(host, iteration):
     """In the middle of an iteration, other weights are evaluated in the place of the model's."""
     host.reset()
     loss = host.passes(1)
@@ -97,7 +96,7 @@ def averaged(host: Host, iteration: int) -> None:
     host.step(loss + host.passes(2))
 
 
-def in_chunks(host: Host, iteration: int) -> None:
+def in_chunks(host, iteration):
     """Between two calls of the schedule, a reference is evaluated, and in one iteration its weights stay."""
     host.reset()
     host.config.finalize_model_grads_func = None
@@ -110,7 +109,7 @@ def in_chunks(host: Host, iteration: int) -> None:
     host.step(loss + host.passes(1))
 
 
-def in_parts(host: Host, iteration: int) -> None:
+def in_parts(host, iteration):
     """The loop clips gradients by itself, between two parts of the optimizer's step."""
     host.reset()
     host.found.losses.append(host.passes())
@@ -120,13 +119,13 @@ def in_parts(host: Host, iteration: int) -> None:
     assert host.optimizer.step_with_ready_grads()
 
 
-def in_eval_mode(host: Host, iteration: int) -> None:
+def in_eval_mode(host, iteration):
     """In every other iteration, the model is in eval mode when a schedule trains it."""
     host.model.train(iteration % 2 == 0)
     swift(host, iteration)
 
 
-def by_hand_in_eval_mode(host: Host) -> None:
+def by_hand_in_eval_mode(host):
     """Nothing says that this trains, until gradients are reduced."""
     from megatron.core.distributed import finalize_model_grads
 
@@ -139,12 +138,12 @@ def by_hand_in_eval_mode(host: Host) -> None:
 
 
 @torch.no_grad()
-def write(host: Host, weights: list[torch.Tensor]) -> None:
+def write(host, weights):
     for parameter, values in zip(host.gpt.parameters(), weights, strict=True):
         parameter.copy_(values)
 
 
-def halve(host: Host) -> None:
+def halve(host):
     for parameter in host.model.parameters():
         parameter.main_grad.mul_(0.5)
     host.found.gradients.append(host.gradients())
@@ -171,9 +170,7 @@ MORE: dict[Loop, list[Strategy]] = {
 }
 
 
-def train_unusually(
-    rank: int, world_size: int, table: dict[Loop, list[Strategy]]
-) -> dict[Loop, list[Trained]]:
+def train_unusually(rank, world_size, table):
     """Stock Megatron's run, and that of each strategy, by loop."""
     return {loop: [trained(one, loop) for one in (("none", {}), *table[loop])] for loop in table}
 
@@ -189,7 +186,7 @@ def test_unusual_loops_train_as_stock_megatron(table):
             assert strategy is not MOVING or all(one.moved[-1] for one in runs)
 
 
-def refused(words: str) -> Any:
+def refused(words):
     return pytest.raises(ConfigurationError, match=words)
 
 

@@ -14,7 +14,7 @@ from tests.support.training_preload import on_ranks
 from .small_config import moe_config, session_of
 
 
-def model_of(spec: Any, num_experts: int | None = 4, **keys: Any) -> Any:
+def model_of(spec, num_experts=4, **keys):
     """A tiny BERT."""
     from megatron.core.models.bert.bert_model import BertModel
 
@@ -24,7 +24,7 @@ def model_of(spec: Any, num_experts: int | None = 4, **keys: Any) -> Any:
     return BertModel(config, 2, spec, vocab_size=32, max_sequence_length=8)
 
 
-def kinds_of(model: Any) -> list[str]:
+def kinds_of(model):
     return [type(layer.mlp).__name__ for layer in model.encoder.layers]
 
 
@@ -53,14 +53,14 @@ def test_bert_models_have_experts_in_the_requested_layers():
     _check_attention(every)
 
 
-def _check_attention(model: Any) -> None:
+def _check_attention(model):
     """Words attend to later words, and no word attends to the padding."""
     import torch
 
     model.eval()
     mask = torch.tensor([[1] * 6 + [0] * 2])
 
-    def logits(changed: int | None = None) -> Any:
+    def logits(changed=None):
         tokens = torch.arange(8).view(1, 8)
         if changed is not None:
             tokens[0, changed] = 31

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -20,7 +19,7 @@ def test_a_forward_pass_under_ep_enters_few_files():
     layer = build_layer(moe_config(2, HIDDEN, 4), "ep", {})
     runtime, entered = layer._session.runtime, set[str]()
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note(frame, event, _):
         if event == "call":
             entered.add(frame.f_code.co_filename)
 

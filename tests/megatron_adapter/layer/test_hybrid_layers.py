@@ -5,7 +5,6 @@ is replaced. Layers of Mamba need a GPU.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ def test_a_stack_computes_what_stock_megatron_computes():
     hybrid_stack_spec.submodules.moe_layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
     config, groups = CONFIG(), ProcessGroupCollection.use_mpu_process_groups()
 
-    def build() -> Any:
+    def build():
         return HybridStack(
             config,
             hybrid_stack_spec.submodules,
@@ -65,12 +64,12 @@ def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder():
     class Later(MultiTokenPredictionLayer):
         """A layer of multi-token prediction of which only what counts for its MoE layer is left."""
 
-        def __init__(self, depth: int) -> None:
+        def __init__(self, depth):
             torch.nn.Module.__init__(self)
             self.layer_number, self.mtp_layer_pattern = depth, "*E"
             self.moe = make_layer()
 
-    def make_layer() -> Any:
+    def make_layer():
         layer = build(config=config, pg_collection=None)
         layer.set_layer_number(2)
         return layer

@@ -18,7 +18,7 @@ from tests.support.training_preload import run_megatron_ranks
 
 from ..fused_dispatch import install_fused_dispatch
 from ..training_run import slow
-from .compared_layers import REPLICAS, Found, Row, compare_rows
+from .compared_layers import REPLICAS, Row, compare_rows
 
 CAPACITY = {"moe_expert_capacity_factor": 1.0}
 PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True}
@@ -78,12 +78,12 @@ UNEVEN_TOKENS: dict[str, Any] = {"tokens": (5, 9, 1, 12), "silent": (1, 2), "rep
 ONCE = {**REPLICAS, "exchange": "deduplicated"}
 
 
-def once(*nodes: int, more: Any = None, **options: Any) -> Row:
+def once(*nodes, more=None, **options):
     """A layer that sends each token once to each of these nodes."""
     return Row(options, settings=ONCE, nodes=nodes, **more or {})
 
 
-def in_steps(group_size: int, more: Any = None, **options: Any) -> Row:
+def in_steps(group_size, more=None, **options):
     """A layer with the smart schedule over groups of ranks."""
     settings = {**REPLICAS, "smart_schedule": True, "group_size": group_size}
     return Row(options, "scheduled", settings, nodes=(0, 0, 1, 1), **more or {})
@@ -119,7 +119,7 @@ EXCHANGES = {
 }
 
 
-def parm(schedule: str, split: bool = False, strategy: str = "parm", **options: Any) -> Row:
+def parm(schedule, split=False, strategy="parm", **options):
     """A layer in fp64 whose tensor-parallel ranks have the same tokens unless they are split."""
     settings = {"schedule": schedule, **({"slots": 2} if strategy == "scheduled" else {})}
     return Row(options, strategy, settings, split=split)
@@ -202,14 +202,14 @@ def test_output_and_all_gradients_in_parts_and_with_whole_experts():
     check_tensor_parallel(WHOLE, [*names[1:-2:2], *names[-2:]])
 
 
-def check_tensor_parallel(layout: tuple[int, int, int], names: list[str]) -> None:
+def check_tensor_parallel(layout, names):
     tp, etp, ep = layout
     results = run_megatron_ranks(_compare_tensor_parallel, max(tp, etp * ep), names, tp=tp, etp=etp, ep=ep)
     assert len(results[0]) > 5
     _check(results, {name: replace(row, replicates=False) for name, row in TENSOR_PARALLEL.items()}, 1e-10)
 
 
-def _check(results: list[dict[str, Found]], table: dict[str, Row], tolerance: float = 1e-5) -> None:
+def _check(results, table, tolerance=1e-05):
     for of_rank in results:
         for name, found in of_rank.items():
             bound = 2e-2 if "bf16" in table[name].options else tolerance
@@ -217,7 +217,7 @@ def _check(results: list[dict[str, Found]], table: dict[str, Row], tolerance: fl
             assert found.num_replicas > 0 or not table[name].replicates, name
 
 
-def _compare_dispatchers(rank: int, world_size: int) -> dict[str, Found]:
+def _compare_dispatchers(rank, world_size):
     from megatron.core.transformer.moe import moe_layer, token_dispatcher
 
     install_fused_dispatch()
@@ -227,16 +227,16 @@ def _compare_dispatchers(rank: int, world_size: int) -> dict[str, Found]:
     return compare_rows(rank, DISPATCHERS)
 
 
-def _compare_experts(rank: int, world_size: int) -> dict[str, Found]:
+def _compare_experts(rank, world_size):
     return compare_rows(rank, EXPERT_MODULES)
 
 
-def _compare_exchanges(rank: int, world_size: int) -> dict[str, Found]:
+def _compare_exchanges(rank, world_size):
     _register_scheduled()
     return compare_rows(rank, EXCHANGES)
 
 
-def _compare_tensor_parallel(rank: int, world_size: int, names: list[str]) -> dict[str, Found]:
+def _compare_tensor_parallel(rank, world_size, names):
     from megatron.core import parallel_state as ps
 
     _register_scheduled()
@@ -260,7 +260,7 @@ def _compare_tensor_parallel(rank: int, world_size: int, names: list[str]) -> di
     return found
 
 
-def _register_scheduled() -> None:
+def _register_scheduled():
     settings = type("ScheduledSettings", (FssdpSettings, EpSettings), {})
     register_strategy(
         "scheduled", settings=settings, strategy=FssdpStrategy, summary="replicas and a schedule"
@@ -270,8 +270,8 @@ def _register_scheduled() -> None:
 class _Projection(torch.nn.Linear):
     """In the place of Transformer Engine's linear layer."""
 
-    def __init__(self, inputs: int, outputs: int, **_: Any) -> None:
+    def __init__(self, inputs, outputs, **_):
         super().__init__(inputs, outputs, bias=False)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, x):
         return super().forward(x), None

@@ -4,8 +4,6 @@ There is no graph on a CPU. Megatron's flags and its store of captured tensors a
 which Megatron's transformer layer sets them at the capture and at every replay.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -18,7 +16,7 @@ EXPERTS, HIDDEN, TOKENS = 4, 8, 16
 REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0}
 
 
-def _captured_layer() -> tuple[Any, torch.Tensor]:
+def _captured_layer():
     """A layer whose preprocessing is in a graph, and an input."""
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.enums import CudaGraphModule
@@ -97,7 +95,7 @@ def test_a_graph_of_preprocessing_keeps_its_table_while_plans_change():
     assert len(plans) > 1
 
 
-def _table_of(slots: Any) -> tuple[int, ...]:
+def _table_of(slots):
     """Addresses and sizes of the share table that a graph of preprocessing reads."""
     shares = slots.passes.in_use.shares
     return tuple(
@@ -105,5 +103,5 @@ def _table_of(slots: Any) -> tuple[int, ...]:
     )
 
 
-def _forbidden(*args: Any, **kwargs: Any) -> None:
+def _forbidden(*args, **kwargs):
     raise AssertionError("a replay ran the router")

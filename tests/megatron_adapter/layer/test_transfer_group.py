@@ -49,10 +49,10 @@ def test_one_connection_means_one_queue_on_gpus(monkeypatch, backend, connection
     assert has_one_queue(cast(Any, None)) is wanted
 
 
-def note_timeouts() -> None:
+def note_timeouts():
     from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
-    def begin_iteration(begin: Any, self: MoERuntime, *args: object) -> None:
+    def begin_iteration(begin, self, *args):
         groups = self.layers[0].groups
         assert groups.transfers is not None
         for group in (groups.expert_parallel, groups.transfers):
@@ -86,7 +86,7 @@ def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device():
 
     seen, rank = [], dist.get_rank()
 
-    def create_group(*args: Any, **kwargs: Any) -> Any:
+    def create_group(*args, **kwargs):
         seen.append(dist.group.WORLD.bound_device_id)
         return dist.new_group(args[0], use_local_synchronization=True)
 
@@ -104,14 +104,14 @@ def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device():
 class FakeLayer(torch.nn.Module):
     """A transformer layer whose attention has two parts; the second one returns its bias as well."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.config = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
         self.self_attention = torch.nn.Module()
         self.self_attention.qkv = torch.nn.Linear(2, 2)
         self.self_attention.proj = WithBias(2, 2)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         output, _ = self.self_attention.proj(self.self_attention.qkv(hidden))
         return cast(torch.Tensor, output)
 
@@ -119,7 +119,7 @@ class FakeLayer(torch.nn.Module):
 
 
 class WithBias(torch.nn.Linear):
-    def forward(self, hidden: torch.Tensor) -> Any:
+    def forward(self, hidden):
         return super().forward(hidden), None
 
 

@@ -22,7 +22,7 @@ from ..layer.small_config import moe_config
 from ..training_run import relative_difference, train
 
 
-def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn(seed):
     """Scores of 30 tokens for 8 experts, of which at least 3 are near."""
     generator = torch.Generator().manual_seed(seed)
     is_near_E = torch.zeros(8, dtype=torch.bool)
@@ -92,7 +92,7 @@ def test_only_the_selection_of_experts_changes():
         _check_router(options)
 
 
-def _check_router(options: dict[str, Any]) -> None:
+def _check_router(options):
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -102,7 +102,7 @@ def _check_router(options: dict[str, Any]) -> None:
     router.set_layer_number(1)
     inputs = torch.randn(40, 1, 16, generator=torch.Generator().manual_seed(3))
 
-    def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def routed():
         router.zero_grad()
         probs, routing_map = router(inputs)
         (probs * 0).sum().backward()  # the auxiliary loss alone

@@ -29,7 +29,7 @@ from tests.support.python_process import ROOT, python_output
 NAMES = "from tests.megatron_adapter.support.test_known_options import names; print('NAMES', names())"
 
 
-def names() -> str:
+def names():
     """Names of Megatron's options by class, in JSON."""
     kinds: list[Any] = [DistributedDataParallelConfig, OptimizerConfig, TransformerConfig]
     for kind in kinds:
@@ -68,7 +68,7 @@ def test_megatron_has_every_attribute_exactly_where_it_is_declared(checkout_and_
     assert optional <= known_options()
 
 
-def _check(default: Any, value: Any, module: str = "megatron.core.made_up", **methods: Any) -> None:
+def _check(default, value, module="megatron.core.made_up", **methods):
     fields = [("new_thing", Any, field(default_factory=lambda: default)), ("num_layers", int, 1)]
     config = make_dataclass("Config", fields, namespace=methods, module=module)
     host = make_dataclass("Provider", [("own", int, 0)], bases=(config,), module="megatron.bridge.models")

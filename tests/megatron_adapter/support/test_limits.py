@@ -1,6 +1,5 @@
 import os
 import re
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -134,16 +133,16 @@ LIMITS = {limit.code: limit for limit in (*EVERY, *SOME)}
 ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.format_map(NAMES).strip().splitlines()]
 
 
-def values(text: str) -> dict[str, Any]:
+def values(text):
     return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in text.split())}
 
 
-def config(**more: Any) -> TransformerConfig:
+def config(**more):
     """Megatron's config of a model with 8 experts on 2 devices."""
     return moe_config(2, 8, 8, **{"num_attention_heads": 2, **more})
 
 
-def settings_of(given: dict[str, Any]) -> MegatronSettings:
+def settings_of(given):
     """Settings of arguments that Megatron parsed; what has no argument comes from a config."""
     if given.keys() - megatron_options.options().keys():
         new = {name for name in given if not hasattr(TransformerConfig, name)}
@@ -156,7 +155,7 @@ def settings_of(given: dict[str, Any]) -> MegatronSettings:
     return MegatronSettings.of(megatron_options.megatron_parser().parse_args(words))
 
 
-def case(strategy: str, more: str) -> tuple[str, Any, MegatronSettings]:
+def case(strategy, more):
     name, _, keys = strategy.partition(" ")
     built = build_strategy(name, STRATEGIES[name].settings.model_validate(values(keys)))
     given = values(more)
@@ -194,7 +193,7 @@ def test_auto_keeps_the_flex_dispatcher():
         assert keeps_flex(settings, built) is wanted
 
 
-def of_flex(back_end: str) -> MegatronSettings:
+def of_flex(back_end):
     return MegatronSettings.of(config(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=back_end))
 
 

@@ -1,18 +1,17 @@
 import importlib
 import importlib.metadata
 import sys
-from types import ModuleType
 
 from megatron_fssdp.megatron_adapter.support.megatron_repairs import compilation_if_needed
 
 NAME = "megatron.core.datasets.helpers_cpp"
 
 
-def compile_helpers() -> None:
+def compile_helpers():
     raise AssertionError("there are compiled helpers")
 
 
-def without_the_module(name: str) -> ModuleType:
+def without_the_module(name):
     raise ImportError(name)
 
 

@@ -6,7 +6,6 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import yaml
@@ -41,7 +40,7 @@ def installed(tmp_path_factory):
     return folder
 
 
-def commands(installed: Path, *commands: list[object]) -> list[str]:
+def commands(installed, *commands):
     """What ``megatron-fssdp`` prints for each command, in one process of its own that finds the package."""
     path = os.pathsep.join([str(installed), str(ROOT)])
     words = json.dumps([list(map(str, command)) for command in commands])

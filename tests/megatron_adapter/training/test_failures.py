@@ -34,17 +34,17 @@ FAILS_IN = 3  # the iteration; after the first save and the first re-shard, wher
 ANOTHER = 17  # Megatron's exit code if a repeated iteration gave another result; 16 if it gave the same
 
 
-def is_time(rank: str = "1") -> bool:
+def is_time(rank="1"):
     from megatron.training.global_vars import get_args
 
     return os.environ["RANK"] == rank and get_args().curr_iteration + 1 == FAILS_IN
 
 
-def spoil_experts(value: float) -> None:
+def spoil_experts(value):
     """Put a wrong number into rank 1's experts of layer 2 before an iteration."""
     from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
-    def begin_iteration(begin: Any, self: MoERuntime, *args: Any) -> None:
+    def begin_iteration(begin, self, *args):
         begin(self, *args)
         for parameters in self.layers[1].experts.parameters.values() if is_time() else ():
             parameters[0].data.view(-1)[0] = value
@@ -52,11 +52,11 @@ def spoil_experts(value: float) -> None:
     wrap(MoERuntime, "begin_iteration", begin_iteration)
 
 
-def spoil_output() -> None:
+def spoil_output():
     """Make one output of MoE layer 2 NaN on rank 1; later ones are correct."""
     spoiled = list[None]()
 
-    def spoiling(forward: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def spoiling(forward, self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
         if not spoiled and is_time() and self.layer_number == 2:
             spoiled.append(None)
@@ -69,8 +69,8 @@ def spoil_output() -> None:
 MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"  # Megatron's own or ours
 
 
-def spoil_gradients() -> None:
-    def spoiling(forward: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def spoil_gradients():
+    def spoiling(forward, self, *args, **kwargs):
         output, bias = forward(self, *args, **kwargs)
         if is_time() and self.layer_number == 2:
             output.register_hook(lambda gradient: gradient * float("nan"))
@@ -79,12 +79,12 @@ def spoil_gradients() -> None:
     wrap(resolve_name(MOE_LAYER), "forward", spoiling)
 
 
-def plan_alone() -> None:
+def plan_alone():
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
     from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
     from tests.support.random_placement import plain_transfer
 
-    def other_plan(before_gate: Any, self: Any, context: Any, history: Any) -> Any:
+    def other_plan(before_gate, self, context, history):
         plan = before_gate(self, context, history)
         if not is_time() or context.layer != 2:
             return plan
@@ -135,11 +135,11 @@ def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data, tmp_path):
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
-def run_passes_twice() -> None:
+def run_passes_twice():
     """Switch on Megatron's repetition of every iteration's passes, which its command line does not offer."""
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
-    def start_reporting(start: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def start_reporting(start, self, *args, **kwargs):
         start(self, *args, **{**kwargs, "mode": RerunMode.REPORT_DETERMINISM_STATS})
 
     wrap(RerunStateMachine, "__init__", start_reporting)
@@ -157,10 +157,10 @@ def test_a_repeated_iteration_leaves_no_trace(strategy, text_data, tmp_path):
     np.testing.assert_array_equal(*loads)
 
 
-def die_after(owner: str | type, name: str) -> None:
+def die_after(owner, name):
     """Kill rank 1 after the first call of a class's method in an iteration."""
 
-    def and_die(method: Any, *args: Any, **kwargs: Any) -> Any:
+    def and_die(method, *args, **kwargs):
         result = method(*args, **kwargs)
         if is_time():
             os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -138,12 +137,12 @@ def train_on_device(rank, world_size, argv, before):
     return VirtualRun(training, tuple(map(str, unknown)), dict(host_syncs), dict(device.counts))
 
 
-def train_on_cpu(arguments: str, data: Path) -> list[TrainingRun]:
+def train_on_cpu(arguments, data):
     arguments = f"{arguments} --distributed-backend gloo"
     return train_on_all_ranks(WORLD_SIZE, arguments, data, model=VIRTUAL_GPT)
 
 
-def assert_clean(runs: list[VirtualRun]) -> None:
+def assert_clean(runs):
     for rank, run in enumerate(runs):
         assert not run.findings, f"rank {rank}:\n" + "\n".join(run.findings)
 

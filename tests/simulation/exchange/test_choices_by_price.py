@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.layer_planning import LEAST_GAIN
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
@@ -40,7 +39,7 @@ def outcomes_of(key, name, counts, past, cluster=None, **job):
     ]
 
 
-def is_used(key: str, outcome: StrategyOutcome) -> np.ndarray:
+def is_used(key, outcome):
     """Whether each layer used the other exchange or order, bool ``[I, L]``."""
     layers_IL = [one.micro_batches[0] for one in outcome.iterations]
     return np.array(
@@ -51,7 +50,7 @@ def is_used(key: str, outcome: StrategyOutcome) -> np.ndarray:
     )
 
 
-def drawn_loads(key: str, seed: int, iterations: int, layers: int) -> np.ndarray:
+def drawn_loads(key, seed, iterations, layers):
     """Loads of very different sizes, so that both choices occur."""
     rng = np.random.default_rng(seed)
     shape = (iterations, layers)
@@ -94,7 +93,7 @@ def test_the_deduplicated_exchange_is_not_used_where_it_cannot_pay():
     counts = np.full((2, 1, 4, 8), 100, np.int32)
     slow, fast = cluster_of(nodes=2), {"alpha_s": 0.0, "bandwidth_bytes_per_s": 1e9}
 
-    def used(cluster: ClusterDescription, **job: int) -> np.ndarray:
+    def used(cluster, **job):
         return is_used("exchange", outcomes_of("exchange", "ep", counts, counts, cluster, **job)[2])
 
     assert used(slow).all()

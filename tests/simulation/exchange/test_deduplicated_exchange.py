@@ -51,7 +51,7 @@ def test_the_fused_dispatcher_sends_tokens_and_its_hops_overlap(exchange):
         simulate("ep", settings_of("ep", exchange="deduplicated"), counts, cluster, job)
 
 
-def recorded(counts_ILDE: np.ndarray, *histograms: np.ndarray) -> RecordedLoads:
+def recorded(counts_ILDE, *histograms):
     return RecordedLoads(counts_ILDE, np.arange(1, len(counts_ILDE) + 1), np.array([1]), *histograms)
 
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
-from torch import Tensor
 
-from devtools.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
+from devtools.virtual_cuda import FindingKind, virtual_cuda
 
 
 @pytest.fixture
@@ -11,7 +10,7 @@ def device():
         yield books
 
 
-def kinds(device: VirtualDevice) -> list[FindingKind]:
+def kinds(device):
     return [finding.kind for finding in device.findings]
 
 
@@ -27,25 +26,25 @@ def test_a_read_without_a_wait_is_a_race_with_both_places(device):
     assert "add_" in finding.what
 
 
-def wait_for_the_stream(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_for_the_stream(x, side):
     side.wait_stream(torch.cuda.current_stream())
 
 
-def wait_for_an_event(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_for_an_event(x, side):
     side.wait_event(torch.cuda.current_stream().record_event())
 
 
-def wait_for_a_chain(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_for_a_chain(x, side):
     between = torch.cuda.Stream()
     between.wait_stream(torch.cuda.current_stream())
     side.wait_stream(between)
 
 
-def wait_on_the_host(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_on_the_host(x, side):
     torch.cuda.current_stream().synchronize()
 
 
-def wait_for_an_early_event(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_for_an_early_event(x, side):
     event = torch.cuda.current_stream().record_event()
     x.add_(1)
     side.wait_event(event)

@@ -27,17 +27,17 @@ RESULTS = {
 }
 
 
-def full(*shape: int, value: float = 0.0, device: str = "cuda") -> torch.Tensor:
+def full(*shape, value=0.0, device="cuda"):
     return torch.full(shape, value, device=device)
 
 
-def all_calls(rank: int, device: str = "cuda") -> dict[str, Any]:
+def all_calls(rank, device="cuda"):
     """Results of one call of every kind, as lists."""
     mine, other = float(rank + 1), 1 - rank
     results: dict[str, Any] = {}
     on = partial(full, device=device)
 
-    def note(name: str, *tensors: torch.Tensor) -> None:
+    def note(name, *tensors):
         results[name] = [value for tensor in tensors for value in tensor.tolist()]
 
     dist.all_reduce(x := on(2, value=mine))
@@ -76,7 +76,7 @@ def all_calls(rank: int, device: str = "cuda") -> dict[str, Any]:
     return results
 
 
-def call_all(rank: int, world_size: int) -> tuple[dict[str, Any], list[str], dict[str, int], list[str]]:
+def call_all(rank, world_size):
     with virtual_cuda() as device:
         results = all_calls(rank)
         backends = [
@@ -96,13 +96,13 @@ def test_every_call_moves_the_data_that_nccl_would_move():
         assert counts["P2P batch"] == 3
 
 
-def forget_to_wait() -> None:
+def forget_to_wait():
     x = full(2, value=1.0)
     dist.all_reduce(x, async_op=True)
     x.add_(1)
 
 
-def wait_on_another_stream() -> None:
+def wait_on_another_stream():
     x = full(2, value=1.0)
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
@@ -111,15 +111,15 @@ def wait_on_another_stream() -> None:
     x.add_(1)
 
 
-def send_a_cpu_tensor() -> None:
+def send_a_cpu_tensor():
     dist.all_reduce(torch.ones(2))
 
 
-def send_every_second_number() -> None:
+def send_every_second_number():
     dist.all_reduce(full(2, 2)[:, 0])
 
 
-def forget_to_wait_for_a_message() -> None:
+def forget_to_wait_for_a_message():
     other, out = 1 - dist.get_rank(), full(1)
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, full(1), other), dist.P2POp(dist.irecv, out, other)]
@@ -137,7 +137,7 @@ MISTAKES: dict[Callable[[], None], list[FindingKind]] = {
 }
 
 
-def find(rank: int, world_size: int) -> list[list[FindingKind]]:
+def find(rank, world_size):
     kinds = []
     for call in MISTAKES:
         refused = contextlib.suppress(ValueError, RuntimeError)  # gloo refuses what is not contiguous
@@ -151,7 +151,7 @@ def test_mistakes_are_found():
     assert run_ranks(find, WORLD_SIZE) == [[*MISTAKES.values()]] * WORLD_SIZE
 
 
-def reuse_at_once(rank: int, world_size: int) -> tuple[list[FindingKind], int, int]:
+def reuse_at_once(rank, world_size):
     with virtual_cuda() as device:
         work = dist.all_reduce(full(128), async_op=True)  # Only the handle keeps the tensor alive.
         before = torch.cuda.memory_allocated()

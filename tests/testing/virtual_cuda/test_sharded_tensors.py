@@ -7,7 +7,7 @@ from devtools.virtual_cuda import virtual_cuda
 from megatron_fssdp.testing import run_ranks
 
 
-def _devices(rank: int, world_size: int) -> tuple[str, str]:
+def _devices(rank, world_size):
     with virtual_cuda():
         shard = torch.zeros(2, 2, device="cuda")
         whole = init_from_local_shards([Shard.from_tensor_and_offsets(shard, [0, 0], rank)], 2, 2)

@@ -5,12 +5,11 @@ settings, so that most pairs of them meet somewhere; owners move every other ite
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from ...training_run import BATCH16, BATCH32, GPT, Model, assert_equal
-from .comparison import Layout, against_stock, layouts, trained
+from ...training_run import BATCH16, BATCH32, GPT, assert_equal
+from .comparison import against_stock, layouts, trained
 
 LAYOUTS = layouts(
     """
@@ -113,7 +112,7 @@ def test_losses_of_longer_trainings_equal_stock_megatron(name, text_data, tmp_pa
     compare(LAYOUTS[name], text_data, tmp_path)
 
 
-def compare(layout: Layout, data: Path, folder: Path, model: Model = GPT, *, plain: bool = True) -> None:
+def compare(layout, data, folder, model=GPT, *, plain=True):
     """Train a layout under ``none``, ``fssdp`` and, if ``plain``, ``ep`` from one seed, and compare."""
     settings = f"fssdp {layout.settings} reshard_interval={layout.reshard_interval}"
     moving = replace(layout, settings=settings)

@@ -4,14 +4,13 @@ Megatron itself trains these layouts with sequence parallelism only; without it 
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.records.metrics import read_metrics
 
 from ...training_run import HALF, assert_close
-from .comparison import Layout, layouts, trained
+from .comparison import layouts, trained
 
 SCHEDULES = [f"parm schedule={name}" for name in ("baseline", "megatron", "s1", "s2", "auto")]
 FSSDP = "fssdp slots=2 overlap_degree=3 reshard_interval=3"
@@ -66,8 +65,8 @@ def test_sequences_that_ranks_cannot_divide_have_schedule_s2(text_data):
     assert any("schedule s2 " in message for message in run.messages)
 
 
-def _compare(name: str, data: Path, folder: Path, strategies: list[str], num_iterations: int) -> None:
-    def lengthened(more: str, iterations: int) -> Layout:
+def _compare(name, data, folder, strategies, num_iterations):
+    def lengthened(more, iterations):
         layout = LAYOUTS[name]
         return replace(layout, arguments=f"{layout.arguments} {more}", num_iterations=iterations)
 

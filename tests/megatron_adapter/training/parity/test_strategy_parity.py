@@ -6,17 +6,12 @@ smart schedule, one half of the layers uses it in one iteration, and the other h
 are those of the parity matrix. ``test_strategy_agreement.py`` compares the losses of one layout by default.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.records.metrics import read_metrics
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.strategy import Strategy
 
 from ...training_run import (
     BATCH16,
@@ -25,8 +20,6 @@ from ...training_run import (
     HALF,
     RECOMPUTE_MOE,
     WHOLE_EXPERTS,
-    Model,
-    TrainingRun,
     add_to_logits,
     assert_close,
 )
@@ -53,7 +46,7 @@ ALL = {
 }
 
 
-def cheap_links() -> None:
+def cheap_links():
     from megatron_fssdp.runtime.layers import layer_profiling
     from megatron_fssdp.strategies import layer_planning
     from megatron_fssdp.strategies.auto import auto_strategy
@@ -70,13 +63,13 @@ def cheap_links() -> None:
     prophet_strategy.PROPHET_BALANCE, flexmoe_strategy.FLEXMOE_THRESHOLD = 0.1, 1.01
 
 
-def cheap_links_and_hot_experts() -> None:
+def cheap_links_and_hot_experts():
     """As cheap_links; the first device owns two hot experts, so that it pays to move one of them."""
     cheap_links()
     add_to_logits(lambda logits: [0, 1], 1.0)
 
 
-def in_turns(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
+def in_turns(strategy, context, history, plan):
     """Have neighbouring layers differ, and each layer change after every iteration."""
     if strategy.travel.smart_schedule == "by_price":
         return (context.layer + history.num_seen) % 2 == 0
@@ -100,7 +93,7 @@ def test_losses_equal_plain_expert_parallelism(name, text_data, tmp_path):
     compare_strategies(ALL[name], text_data, tmp_path)
 
 
-def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = GPT) -> None:
+def compare_strategies(layout, data, folder, model=GPT):
     """Train under every strategy from one seed, with records, and compare with plain expert parallelism."""
     wanted = _train(layout, "ep", "", data, folder, model)
     arguments, experts = layout.arguments, 4 if "--num-experts 4" in layout.arguments else 8
@@ -119,7 +112,7 @@ def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = 
         _check_use(layout, strategy, run, folder)
 
 
-def _check_use(layout: Layout, strategy: str, run: TrainingRun, folder: Path) -> None:
+def _check_use(layout, strategy, run, folder):
     """Check that a strategy did more than plain expert parallelism."""
     metrics = read_metrics(folder / strategy)
     if strategy == "auto":
