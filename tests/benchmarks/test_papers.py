@@ -1,7 +1,6 @@
 import importlib
 import inspect
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from benchmarks.papers.pro_prophet_equations import compared
 from benchmarks.papers.setting import Model, Setting, kept_in_nodes
 from benchmarks.reproduce_papers import main, print_rows, rows_of
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.support.python_process import ROOT
 
-ROOT = Path(__file__).parents[2]
 REPRODUCE = "run `python benchmarks/reproduce_papers.py --write` and `python scripts/docs/tables.py`"
 
 

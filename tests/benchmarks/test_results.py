@@ -1,12 +1,11 @@
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from benchmarks.result_file import KEYS, write_result
+from tests.support.python_process import ROOT
 
-ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 ROOMS_OF_CODE = ("benchmarks", "scripts", "megatron_fssdp")
 TABLE = re.compile(r"<!-- table: results ([\w-]+)")

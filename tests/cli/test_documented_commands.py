@@ -1,14 +1,13 @@
 import re
 import shlex
-from pathlib import Path
 
 import click
 import pytest
 import typer
 
 from megatron_fssdp.cli.app import app
+from tests.support.python_process import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "scripts").rglob("*.sh"))]
 COMMAND = re.compile(r"(?:megatron-fssdp|-m megatron_fssdp) (?P<words>[a-z][^\n`]*)")
 SHIPPED_FILE = re.compile(r"\bconfigs/[\w/-]+\.(?:yaml|json)\b")

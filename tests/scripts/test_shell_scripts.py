@@ -1,10 +1,10 @@
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.python_process import ROOT
+
 SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci" / "run"])
 CHECK = ("shellcheck", "--shell=bash", "--severity=style", "--external-sources", "--source-path=SCRIPTDIR")
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +9,11 @@ from typer.testing import CliRunner
 
 from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
+from tests.support.python_process import ROOT
 
 from ...records.made_traces import write_tokens_per_expert, write_traces
 from ...report.page_parts import PageParts
 
-ROOT = Path(__file__).parents[3]
 CLUSTER = ("--cluster", str(ROOT / "configs/clusters/hpwnv.yaml"))
 ONE_NODE = ("--cluster-set", "num_nodes=1", "--cluster-set", "devices_per_node=2")
 SIZES: tuple[str, ...] = (

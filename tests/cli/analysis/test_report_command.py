@@ -1,18 +1,17 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.report.colours import TIME_PARTS
+from tests.support.python_process import ROOT
 
 from ...report.made_runs import write_made_run
 from ...report.page_parts import PageParts
 from .test_other_loads import command
 
-ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 OLD_RUN = ROOT / "tests" / "records" / "old_run"
 NAMES_AND_COLOURS = {(part.name, part.colour) for part in TIME_PARTS.values()}

@@ -1,6 +1,5 @@
 import csv
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +10,10 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.units import format_memory
+from tests.support.python_process import ROOT
 
 from ...report.page_parts import PageParts, unpacked
 
-ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 BIG = ("--set", "training.micro_batch_size=64", "--set", "training.global_batch_size=256")
 

@@ -1,6 +1,5 @@
 import importlib.metadata
 import tomllib
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -9,8 +8,7 @@ from megatron_fssdp.cli.doctor.examination import is_tested
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.support import capabilities
 from megatron_fssdp.megatron_adapter.support.capabilities import TESTED_VERSIONS, check_seams
-
-ROOT = Path(__file__).parents[3]
+from tests.support.python_process import ROOT
 
 
 def test_the_installed_megatron_has_all_seams_and_a_tested_version():
