@@ -14,18 +14,8 @@ def run(*words):
 
 def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path):
     out = tmp_path / "pair.yaml"
-    said = run(
-        "megatron_fssdp.cli.app",
-        "profile",
-        "--nproc",
-        2,
-        "--nodes=2",
-        "--out",
-        out,
-        "--model",
-        "gpt_moe_tiny",
-        *SMALL,
-    )
+    words = ("profile", "--nproc", 2, "--nodes=2", "--out", out, "--model", "gpt_moe_tiny")
+    said = run("megatron_fssdp.cli.app", *words, *SMALL)
     cluster = load_cluster(out)
     assert (cluster.name, cluster.num_nodes, cluster.devices_per_node) == ("pair", 2, 1)
     assert said.count("[ 9/9]") == 1, "only one rank prints"

@@ -137,6 +137,11 @@ class Host:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def finalize(self) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self.model])
+
     def step(self, loss: float) -> None:
         self.found.gradients.append(self.gradients())
         _, norm, _ = self.optimizer.step()
@@ -226,8 +231,6 @@ def slime(host: Host, iteration: int) -> None:
 
 def nemo(host: Host, iteration: int) -> None:
     """Several calls of the schedule, none of which finalizes; gradients are scaled before their reduction."""
-    from megatron.core.distributed import finalize_model_grads
-
     host.reset()
     config, loss = host.config, 0.0
     kept = config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func
@@ -239,14 +242,12 @@ def nemo(host: Host, iteration: int) -> None:
     host.model.scale_gradients(0.5)
     if host.model.ddp_config.overlap_grad_reduce:
         host.model.start_grad_sync()
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(loss)
 
 
 def by_hand(host: Host, iteration: int) -> None:
     """No schedule; buffers are reset one by one; a forward pass without gradients in the middle."""
-    from megatron.core.distributed import finalize_model_grads
-
     for one in (*host.model.buffers, *host.model.expert_parallel_buffers):
         one.reset()
     for one in (*host.model.bucket_groups, *host.model.expert_parallel_bucket_groups):
@@ -261,7 +262,7 @@ def by_hand(host: Host, iteration: int) -> None:
         total += float(loss)
         with torch.inference_mode() if number else torch.no_grad():
             host.found.forward_only.append(float(host.forward()))
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(total)
 
 

@@ -38,8 +38,6 @@ def numbers_of(seed):
 
 def iterate(host, iteration, seed):
     """One iteration: by a schedule or without, and now and then one group evaluates before, one after."""
-    from megatron.core.distributed import finalize_model_grads
-
     group = dist.get_rank() // 2
     number = numbers_of(seed)[iteration][group]
     evaluates = iteration % 3 == 2
@@ -57,7 +55,7 @@ def iterate(host, iteration, seed):
             loss += float(of_batch)
         if not number and host.model.ddp_config.overlap_grad_reduce:
             host.model.start_grad_sync()
-        finalize_model_grads([host.model])
+        host.finalize()
     host.step(loss)
     if evaluates and not group:
         host.log_probabilities()

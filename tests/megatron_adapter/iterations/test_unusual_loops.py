@@ -18,14 +18,12 @@ from .test_host_loops import FSSDP, MOVING
 
 def late_reset(host, iteration):
     """Gradients are set to zero between the first forward pass and its backward pass."""
-    from megatron.core.distributed import finalize_model_grads
-
     loss = host.forward()
     host.reset()
     loss.backward()
     more = host.forward()
     more.backward()
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(float(loss) + float(more))
 
 
@@ -58,8 +56,6 @@ def own_finalize(host, iteration):
 
 def halving(host, iteration):
     """No schedule; gradients are changed after backward passes, in one iteration after each."""
-    from megatron.core.distributed import finalize_model_grads
-
     host.reset()
     loss = 0.0
     for number in range(2):
@@ -68,19 +64,17 @@ def halving(host, iteration):
         loss += float(of_batch)
         if number or iteration == 2:
             halve(host)
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(loss)
 
 
 def crossed(host, iteration):
     """Two forward passes before their backward passes, in the same order, without a schedule."""
-    from megatron.core.distributed import finalize_model_grads
-
     host.reset()
     losses = [host.forward(), host.forward()]
     for loss in losses:
         loss.backward()
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(float(sum(losses)))
 
 
@@ -127,13 +121,11 @@ def in_eval_mode(host, iteration):
 
 def by_hand_in_eval_mode(host):
     """Nothing says that this trains, until gradients are reduced."""
-    from megatron.core.distributed import finalize_model_grads
-
     host.reset()
     host.model.eval()
     loss = host.forward()
     loss.backward()
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(float(loss))
 
 
