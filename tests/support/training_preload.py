@@ -29,13 +29,19 @@ VIRTUAL_PRELOAD = tuple(entry for entry in TRAINING_PRELOAD if ":" not in entry)
 run_megatron_ranks = partial(testing.run_megatron_ranks, preload=TRAINING_PRELOAD)
 
 
-def on_ranks(world_size: int, **sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run all of a test on ranks with Megatron's parallel state of these sizes; fixtures are sent to them."""
+Test = Callable[..., None]
 
-    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+
+def on_ranks(world_size: int, *, plain: bool = False, **sizes: int) -> Callable[[Test], Test]:
+    """Run all of a test on ranks, with Megatron's parallel state of these sizes if they are not ``plain``."""
+    start = testing.run_ranks if plain else testing.run_megatron_ranks
+    imported = testing.DEFAULT_PRELOAD if plain else TRAINING_PRELOAD
+
+    def decorated(test: Test) -> Test:
         @wraps(test)
         def run(**fixtures: Any) -> None:
-            run_megatron_ranks(_on_rank, world_size, test.__module__, test.__name__, fixtures, **sizes)
+            place, preload = (test.__module__, test.__name__), (*imported, test.__module__)
+            start(_on_rank, world_size, *place, fixtures, preload=preload, **sizes)
 
         return run
 

@@ -13,8 +13,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop, all_to_all_at_once
 from megatron_fssdp.megatron_adapter.experts.slot_experts import expert_parameters
-from megatron_fssdp.testing import run_ranks
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks, run_megatron_ranks
 
 from ..layer.small_config import build_layer, moe_config
 
@@ -47,11 +46,13 @@ def test_nothing_is_replaced_in_a_gpu_run(monkeypatch):
     cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
 
 
-def gather_and_exchange(rank, world_size):
+@on_ranks(3, plain=True)
+def test_messages_take_one_hop_and_are_posted_at_once():
+    rank = dist.get_rank()
     ring, direct = dist.all_gather_into_tensor, dist.all_to_all_single
     for width, dtype in ((1, torch.bool), (256, torch.int64), (257, torch.int64)):
-        own_R = [torch.arange(2 * width).add(one).view(2, width).to(dtype) for one in range(world_size)]
-        gathered = own_R[0].new_empty(2 * world_size, width)
+        own_R = [torch.arange(2 * width).add(one).view(2, width).to(dtype) for one in range(3)]
+        gathered = own_R[0].new_empty(2 * 3, width)
         with mock.patch.object(dist, "all_to_all_single", side_effect=direct) as in_one_hop:
             all_gather_in_one_hop(ring, gathered, own_R[rank])
         assert torch.equal(gathered, torch.cat(own_R))
@@ -62,10 +63,6 @@ def gather_and_exchange(rank, world_size):
         dist.all_to_all_single(stock, rows, *(None if one is None else one.tolist() for one in of_rank))
         all_to_all_at_once(None, ours, rows, *of_rank)
         assert torch.equal(ours, stock)
-
-
-def test_messages_take_one_hop_and_are_posted_at_once():
-    run_ranks(gather_and_exchange, 3)
 
 
 def first_weights(rank, world_size):

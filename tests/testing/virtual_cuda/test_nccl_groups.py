@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from devtools.virtual_cuda import EventKind, FindingKind, virtual_cuda
-from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import on_ranks
 
-WORLD_SIZE = 2
 # Results of all_calls on both ranks.
 RESULTS = {
     "all_reduce": ([3.0] * 2,) * 2,
@@ -76,24 +75,15 @@ def all_calls(rank, device="cuda"):
     return results
 
 
-def call_all(rank, world_size):
-    with virtual_cuda() as device:
-        results = all_calls(rank)
-        backends = [
-            dist.get_backend(),
-            dist.get_backend(dist.new_group(backend="nccl")),
-            dist.get_backend(dist.new_group(backend="gloo")),
-        ]
-    return results, [str(finding) for finding in device.findings], dict(device.counts), backends
-
-
+@on_ranks(2, plain=True)
 def test_every_call_moves_the_data_that_nccl_would_move():
-    by_rank = run_ranks(call_all, WORLD_SIZE)
-    for rank, (results, findings, counts, backends) in enumerate(by_rank):
-        assert results == {name: values[rank] for name, values in RESULTS.items()}
-        assert not findings
-        assert backends == ["nccl", "nccl", "gloo"]
-        assert counts["P2P batch"] == 3
+    rank = dist.get_rank()
+    with virtual_cuda() as device:
+        assert all_calls(rank) == {name: values[rank] for name, values in RESULTS.items()}
+        assert dist.get_backend() == dist.get_backend(dist.new_group(backend="nccl")) == "nccl"
+        assert dist.get_backend(dist.new_group(backend="gloo")) == "gloo"
+    assert not device.findings
+    assert device.counts["P2P batch"] == 3
 
 
 def forget_to_wait():
@@ -137,31 +127,22 @@ MISTAKES: dict[Callable[[], None], list[FindingKind]] = {
 }
 
 
-def find(rank, world_size):
-    kinds = []
-    for call in MISTAKES:
+@on_ranks(2, plain=True)
+def test_mistakes_are_found():
+    for call, kinds in MISTAKES.items():
         refused = contextlib.suppress(ValueError, RuntimeError)  # gloo refuses what is not contiguous
         with virtual_cuda() as device, refused:
             call()
-        kinds.append([finding.kind for finding in device.findings])
-    return kinds
+        assert [finding.kind for finding in device.findings] == kinds
 
 
-def test_mistakes_are_found():
-    assert run_ranks(find, WORLD_SIZE) == [[*MISTAKES.values()]] * WORLD_SIZE
-
-
-def reuse_at_once(rank, world_size):
+@on_ranks(2, plain=True)
+def test_a_work_handle_keeps_tensors_until_the_wait():
     with virtual_cuda() as device:
         work = dist.all_reduce(full(128), async_op=True)  # Only the handle keeps the tensor alive.
-        before = torch.cuda.memory_allocated()
-        assert work is not None
+        assert torch.cuda.memory_allocated() == 512
         work.wait()
-        after = torch.cuda.memory_allocated()
+        assert torch.cuda.memory_allocated() == 0
         (event,) = device.events_of(EventKind.COLLECTIVE)
         assert event.num_bytes == 512
-    return [finding.kind for finding in device.findings], before, after
-
-
-def test_a_work_handle_keeps_tensors_until_the_wait():
-    assert run_ranks(reuse_at_once, WORLD_SIZE) == [([], 512, 0)] * WORLD_SIZE
+    assert not device.findings
