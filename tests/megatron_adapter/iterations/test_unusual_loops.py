@@ -4,11 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
-from tests.support.training_preload import on_ranks, run_megatron_ranks
+from tests.support.training_preload import run_megatron_ranks
 
 from ..training_run import slow
 from . import host_loops
@@ -150,8 +149,9 @@ LOOPS: dict[Loop, list[Strategy]] = {
     in_parts: [MOVING],
     halving: [MOVING, FLEXMOE],
     crossed: [MOVING, QUOTA],
-    averaged: [MOVING, QUOTA],
-    in_chunks: [MOVING],
+    # Weights are written while Parameters have the experts that their names mean.
+    averaged: [FSSDP, QUOTA],
+    in_chunks: [FSSDP],
     in_eval_mode: [MOVING, FLEXMOE],
 }
 MORE: dict[Loop, list[Strategy]] = {
@@ -178,78 +178,101 @@ def test_unusual_loops_train_as_stock_megatron(table):
             assert strategy is not MOVING or all(one.moved[-1] for one in runs)
 
 
-def refused(words):
-    return pytest.raises(ConfigurationError, match=words)
+SERVED = {"frozen model", "home between iterations", "copy at home", "reference at home"}
+REFUSED = {
+    "state_dict": "restore_owners",
+    "load_state_dict": "reshard_interval=0",
+    "home in an iteration": "in the middle of an iteration",
+    "gradients while experts move": "zero_grad_buffer()",
+    "fssdp in eval mode": "passes in training mode",
+    "flexmoe in eval mode": "resident replicas have none",
+    "reference of residents": "resident replicas: got weights of experts that were written",
+    "reference while away": "re-sharding: got weights of experts that were written",
+    "weights in an iteration": "written in the middle of an iteration",
+    "parts of a step": "step_with_ready_grads()",
+    "other optimizer": "got the optimizer OtherAdam, wanted AdamW",
+    "adapter": "LoRA",
+    "other strategy": "none on rank 0 and fssdp on rank 1",
+}
 
 
-@on_ranks(2, ep=2)
-def test_what_cannot_be_served_is_one_line():
+def refusals(rank, world_size):
+    """What each case says, or nothing."""
     from megatron.core.distributed import DistributedDataParallel
 
-    megatron_fssdp.attach("none")
-    plain = Host()
-    megatron_fssdp.attach(*MOVING)
-    host = Host()
-    for one in (plain, host):
-        one.model.train()
-    for iteration in range(4):
-        for one in (plain, host):  # A model that was wrapped under ``none`` goes on as Megatron's own.
-            swift(one, iteration)
-    assert plain.found.losses == pytest.approx(host.found.losses)
-    for copy in (host.model.state_dict, partial(host.model.load_state_dict, {}, strict=False)):
-        with refused("reshard_interval=0.*restore_owners|restore_owners.*reshard_interval=0"):
-            copy()  # by names, while experts are elsewhere
-    host.reset()
-    host.forward().backward()
-    write(host, [2 * parameter for parameter in host.gpt.parameters()])
-    with refused("written in the middle of an iteration"):
-        host.forward()
-    host.reset()
-    gpt = host_loops.build(host.config).requires_grad_(False)
-    frozen = DistributedDataParallel(host.config, host.model.ddp_config, gpt)
-    host.forward(frozen)  # with gradients, in training mode
-    host.reset()
-    loss = host.forward()
-    host.reset()
-    loss.backward()
-    with refused("in the middle of an iteration"):
-        megatron_fssdp.restore_owners(host.model)
-    host.reset()
-    megatron_fssdp.restore_owners(host.model)
-    host.model.load_state_dict(host.model.state_dict(), strict=False)
-    assert not megatron_fssdp.restore_owners(host.model), "experts are home"
-    with refused(r"zero_grad_buffer\(\)"):
-        while True:
-            host.step(host.passes())  # Gradients are never set to zero, and experts move.
-    for strategy, num_iterations, words in (
-        (MOVING, 2, "passes in training mode"),
-        (("flexmoe", {"placement_interval": 1, "window": 1}), 4, "resident replicas have none"),
-    ):
+    said: dict[str, str] = {}
+
+    def note(case, call, *arguments):
+        said[case] = ""
+        try:
+            call(*arguments)
+        except ConfigurationError as error:
+            said[case] = str(error)
+
+    def host_of(strategy, num_iterations):
         megatron_fssdp.attach(*strategy)
         host = Host()
         host.model.train()
         for iteration in range(num_iterations):
             swift(host, iteration)
-        with refused(words):
-            by_hand_in_eval_mode(host)
-    with refused("weights of experts that were written"):
-        host_loops.slime(host, 4)
-    host = Host()
-    with refused(r"step_with_ready_grads\(\)"):
-        in_parts(host, 0)
+        return host
+
+    plain = host_of(("none", {}), 0)
+    host = host_of(MOVING, 4)
+    for iteration in range(4):  # A model that was wrapped under ``none`` goes on as Megatron's own.
+        swift(plain, iteration)
+    assert plain.found.losses == pytest.approx(host.found.losses)
+    # Copies by names, while experts are elsewhere.
+    note("state_dict", host.model.state_dict)
+    note("load_state_dict", partial(host.model.load_state_dict, strict=False), {})
+    host.reset()
+    gpt = host_loops.build(host.config).requires_grad_(False)
+    frozen = DistributedDataParallel(host.config, host.model.ddp_config, gpt)
+    note("frozen model", host.forward, frozen)  # with gradients, in training mode
+    host.reset()
+    loss = host.forward()
+    host.reset()
+    loss.backward()
+    note("home in an iteration", megatron_fssdp.restore_owners, host.model)
+    host.reset()
+    note("home between iterations", megatron_fssdp.restore_owners, host.model)
+    note("copy at home", partial(host.model.load_state_dict, strict=False), host.model.state_dict())
+    assert not megatron_fssdp.restore_owners(host.model), "experts are home"
+    while not said.get("gradients while experts move"):  # They are never set to zero.
+        note("gradients while experts move", lambda: host.step(host.passes()))
+    note("fssdp in eval mode", by_hand_in_eval_mode, host_of(MOVING, 2))
+    host = host_of(MOVING, 4)
+    write(host, [0.9 * parameter for parameter in host.gpt.parameters()])
+    note("reference while away", host.log_probabilities)
+    megatron_fssdp.restore_owners(host.model)
+    note("reference at home", host_loops.slime, host, 4)
+    host.forward().backward()
+    write(host, [2 * parameter for parameter in host.gpt.parameters()])
+    note("weights in an iteration", host.forward)
+    host = host_of(("flexmoe", {"placement_interval": 1, "window": 1}), 4)
+    note("flexmoe in eval mode", by_hand_in_eval_mode, host)
+    note("reference of residents", host_loops.slime, host, 4)
+    note("parts of a step", in_parts, Host(), 0)
     host = Host()
     other = type("OtherAdam", (torch.optim.AdamW,), {})  # as slime may build
     for member in getattr(host.optimizer, "chained_optimizers", [host.optimizer]):
         member.optimizer.__class__ = other
-    with refused("got the optimizer OtherAdam, wanted AdamW"):
-        host.passes()
+    note("other optimizer", host.passes)
     wrapped = host_loops.build(host_loops.config())
     for layer in wrapped.decoder.layers:
         for expert in layer.mlp.experts.local_experts:
             expert.linear_fc1.adapter = torch.nn.Linear(2, 2)
     host_loops.build = lambda config: wrapped
-    with refused("LoRA"):
-        Host()
-    megatron_fssdp.attach(*(FSSDP if dist.get_rank() else ("none", {})))
-    with refused("none on rank 0 and fssdp on rank 1"):
-        Host()
+    note("adapter", Host)
+    megatron_fssdp.attach(*(FSSDP if rank else ("none", {})))
+    note("other strategy", Host)
+    return said
+
+
+def test_what_cannot_be_served_is_one_line():
+    for said in run_megatron_ranks(refusals, 2, ep=2):
+        assert said.keys() == SERVED | REFUSED.keys()
+        for case, line in said.items():
+            assert REFUSED.get(case, "") in line, case
+            assert bool(line) == (case in REFUSED), case
+            assert "\n" not in line
