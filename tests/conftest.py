@@ -2,13 +2,12 @@
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.browser import Browser, opened_browser
+from devtools.browser import BROWSER, opened_browser
 
 if not torch.cuda.is_available():
     # Without a GPU, Triton interprets its kernels. It reads this when it is imported.
@@ -36,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+def _virtual_gpu(request):
     """With --virtual-gpu: run a GPU test on a virtual device, which must find no race and no other fault."""
     if not request.config.option.virtual_gpu or request.node.get_closest_marker("gpu") is None:
         yield
@@ -49,8 +48,10 @@ def _virtual_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
+def browser():
     """A Chromium, for tests that need one."""
+    if BROWSER is None:
+        pytest.skip("no Chromium found: it is not on PATH, and CHROME is not set")
     with opened_browser() as running:
         yield running
 
@@ -70,28 +71,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select searching property tests along with the slow ones, and skip GPU tests without a GPU."""
     for item in items:
-        if not settings.default.derandomize and getattr(
-            getattr(item, "obj", None), "is_hypothesis_test", False
-        ):
+        is_property_test = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        if is_property_test and not settings.default.derandomize:
             item.add_marker(pytest.mark.timeout(_SEARCH_TIMEOUT_S))
             if _selects_slow_tests(config):
                 item.add_marker("slow")
-    # Keywords also have the names of folders, for example that of the checkout.
-    gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if config.option.virtual_gpu:
-        for item in gpu_items:
+        # Keywords also have the names of folders, for example that of the checkout.
+        gpu_marks = list(item.iter_markers("gpu"))
+        if config.option.virtual_gpu:
             # Virtual devices have no times, and processes that a test starts are not on one.
-            if any(mark.kwargs.get("real") for mark in item.iter_markers("gpu")):
+            if any(mark.kwargs.get("real") for mark in gpu_marks):
                 item.add_marker(pytest.mark.skip(reason="needs a real CUDA device"))
-        return
-    if not gpu_items:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device")
-        for item in gpu_items:
-            item.add_marker(skip)
+        elif gpu_marks and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def _selects_slow_tests(config: pytest.Config) -> bool:

@@ -6,7 +6,6 @@ a function, and under ``if TYPE_CHECKING``.
 
 import ast
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -126,7 +125,7 @@ CIRCLES = {
 NO_ENVIRONMENT = {"collectives", "runtime", "planning", "strategies", "systems", "simulation"}
 
 
-def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+def imports_of(tree, module, is_package):
     """Line and absolute name of everything a module imports; ``from a import b`` gives ``a.b``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -142,7 +141,7 @@ def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[i
             )
 
 
-def violations(source: str, parts: tuple[str, ...]) -> list[str]:
+def violations(source, parts):
     """Imports that the table does not allow, of a file with this path below the package."""
     layer = parts[0] if len(parts) > 1 else "<top>"
     own_sub_room = parts[1] if len(parts) > 2 else ""
@@ -174,18 +173,18 @@ def violations(source: str, parts: tuple[str, ...]) -> list[str]:
     return found
 
 
-def test_imports_keep_to_the_table() -> None:
+def test_imports_keep_to_the_table():
     files = {path: path.relative_to(ROOT).parts for path in ROOT.rglob("*.py")}
     found = [one for path, parts in files.items() for one in violations(path.read_text("utf-8"), parts)]
     assert not found, "\n".join(found)
 
 
-def test_the_table_has_no_cycle() -> None:
+def test_the_table_has_no_cycle():
     """No package imports a higher one: the packages can be ordered."""
     TopologicalSorter({layer: inner for layer, (inner, _) in LAYERS.items()}).prepare()
 
 
-def files_imported(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+def files_imported(sources):
     """The modules of the package that each one imports, of sources by module with whether it is a package."""
     found = {}
     for module, (source, is_package) in sources.items():
@@ -194,7 +193,7 @@ def files_imported(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
     return {module: imported - {module} for module, imported in found.items()}
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_no_files_import_each_other_in_a_circle():
     sources = {}
     for path in ROOT.rglob("*.py"):
         parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
@@ -206,7 +205,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter(imported).prepare()
 
 
-def test_a_circle_of_types_alone_is_found() -> None:
+def test_a_circle_of_types_alone_is_found():
     circle = {
         "p": ("", True),
         "p.a": ("from p import b", False),
@@ -236,5 +235,5 @@ def test_a_circle_of_types_alone_is_found() -> None:
         ("megatron_adapter/x.py", "from megatron_fssdp import cli", False),
     ],
 )
-def test_the_checker_knows_what_is_allowed(path: str, source: str, is_allowed: bool) -> None:
+def test_the_checker_knows_what_is_allowed(path, source, is_allowed):
     assert bool(violations(source, tuple(path.split("/")))) != is_allowed

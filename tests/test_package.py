@@ -7,7 +7,6 @@ import email
 import re
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ VERSION_OF_NO_GIT = "0.1.dev0"
 
 
 @pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def distributions(tmp_path_factory):
     """An sdist, and the wheel without compiled kernels that is built from it outside of a git repository."""
     folder = tmp_path_factory.mktemp("dist")
     _build("--sdist", folder, ROOT)
@@ -32,17 +31,17 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return sdist, wheel
 
 
-def _build(kind: str, out: Path, sources: Path) -> None:
+def _build(kind, out, sources):
     words = ("-m", "build", "--no-isolation", kind, "--outdir", out, sources)
     python_output(*words, MEGATRON_FSSDP_PURE="1")
 
 
-def names_in(wheel: Path) -> set[str]:
+def names_in(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
 
-def test_the_wheel_has_every_module_type_information_and_licence(distributions: tuple[Path, Path]) -> None:
+def test_the_wheel_has_every_module_type_information_and_licence(distributions):
     names = names_in(distributions[1])
     files = {
         path.relative_to(ROOT).as_posix()
@@ -56,7 +55,7 @@ def test_the_wheel_has_every_module_type_information_and_licence(distributions: 
     assert {folder for folder in top if not folder.endswith(".dist-info")} == {"megatron_fssdp"}
 
 
-def test_the_wheel_has_all_shipped_configs_unchanged(distributions: tuple[Path, Path]) -> None:
+def test_the_wheel_has_all_shipped_configs_unchanged(distributions):
     with zipfile.ZipFile(distributions[1]) as archive:
         shipped = {
             name.removeprefix("megatron_fssdp/configs/"): archive.read(name)
@@ -70,9 +69,7 @@ def test_the_wheel_has_all_shipped_configs_unchanged(distributions: tuple[Path, 
     }
 
 
-def test_an_unpacked_wheel_finds_its_configs_from_any_folder(
-    distributions: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_an_unpacked_wheel_finds_its_configs_from_any_folder(distributions, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(distributions[1]) as archive:
         archive.extractall(site)
@@ -89,7 +86,7 @@ def test_an_unpacked_wheel_finds_its_configs_from_any_folder(
     python_output("-c", code, cwd=tmp_path, PYTHONPATH=str(site))
 
 
-def test_version_metadata_and_files_of_the_sdist(distributions: tuple[Path, Path]) -> None:
+def test_version_metadata_and_files_of_the_sdist(distributions):
     sdist, wheel = distributions
     with zipfile.ZipFile(wheel) as archive:
         (path,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))

@@ -1,8 +1,6 @@
 """Without the extra ``tools``, the launcher trains with a strategy from YAML; commands give a hint."""
 
 import socket
-import subprocess
-from pathlib import Path
 
 from .megatron_adapter.training_run import TINY_GPT_MOE
 from .support.python_process import ROOT, run_python
@@ -24,11 +22,11 @@ launch(sys.argv[1:])
 ARGUMENTS = f"{TINY_GPT_MOE} --disable-bias-linear --train-iters 2 --log-interval 1 --mock-data"
 
 
-def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(code, *arguments, **variables):
     return run_python("-c", REFUSING + code, *arguments, PYTHONPATH=str(ROOT), **variables)
 
 
-def test_the_launcher_trains_with_a_strategy_from_yaml(tmp_path: Path) -> None:
+def test_the_launcher_trains_with_a_strategy_from_yaml(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         rank = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     rank |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -41,7 +39,7 @@ def test_the_launcher_trains_with_a_strategy_from_yaml(tmp_path: Path) -> None:
     assert (tmp_path / "records" / "metrics.jsonl").exists()
 
 
-def test_a_command_says_what_to_install() -> None:
+def test_a_command_says_what_to_install():
     done = run("sys.argv[1:] = ['--help']\nfrom megatron_fssdp.cli import main\nmain()")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

@@ -72,6 +72,7 @@ def main() -> None:
         if dist.get_rank() == 0 and iteration % 5 == 0:
             print(f"iteration {iteration}: loss {loss.item():.3f}", flush=True)
     (trained,) = attachment.models
+    assert trained.session is not None, "layers with a strategy"
     num_known = [len(layer.history) for layer in trained.session.runtime.layers]
     assert all(num_known), "plans come from the loads of past iterations"
     dist.destroy_process_group()

@@ -1,10 +1,9 @@
 import json
-from pathlib import Path
 
 from ..support.python_process import ROOT, python_output
 
 
-def test_all_cases_run_on_a_virtual_device(tmp_path: Path) -> None:
+def test_all_cases_run_on_a_virtual_device(tmp_path):
     out = tmp_path / "kernels.json"
     words = ["benchmarks/gpu_kernels.py", "--device", "virtual", "--out", out]
     python_output(*words, cwd=ROOT, OMP_NUM_THREADS="1")

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 
@@ -7,7 +6,7 @@ from ..support.python_process import ROOT, python_output
 
 
 @pytest.mark.slow
-def test_variants_compute_the_same_on_the_cpu(tmp_path: Path) -> None:
+def test_variants_compute_the_same_on_the_cpu(tmp_path):
     out = tmp_path / "layer.json"
     words = ["benchmarks/gpu_layer.py", "--device", "cpu", "--sizes", "toy*2", "--repetitions", "2"]
     said = python_output(*words, "--out", out, cwd=ROOT, OMP_NUM_THREADS="1")

@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
-from benchmarks.host.counted_layers import CASES, MEGATRON, RANKS, Case, count_on_rank
-from benchmarks.host.counted_passes import CountedPasses, most_of
+from benchmarks.host.counted_layers import CASES, MEGATRON, RANKS, count_on_rank
+from benchmarks.host.counted_passes import most_of
 from megatron_fssdp.testing import run_ranks
 from tests.support.training_preload import VIRTUAL_PRELOAD
 
@@ -13,12 +13,12 @@ QUICK = [case for case in CASES if case.name in (MEGATRON, "fssdp", "fssdp, exac
 
 
 @cache
-def counts(*, whole: bool) -> dict[str, CountedPasses]:
+def counts(*, whole):
     num_ranks, cases = (RANKS, CASES) if whole else (2, QUICK)
     return most_of(run_ranks(count_on_rank, num_ranks, cases, preload=VIRTUAL_PRELOAD))
 
 
-def assert_in_budget(case: Case, found: dict[str, CountedPasses]) -> None:
+def assert_in_budget(case, found):
     """No strategy waits more often than Megatron, also if it plans each micro-batch by its counts."""
     megatron, passes = found[MEGATRON], found[case.name]
     waits = megatron.first.synchronizations
@@ -38,11 +38,11 @@ def assert_in_budget(case: Case, found: dict[str, CountedPasses]) -> None:
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_the_budgets_hold(case: Case) -> None:
+def test_the_budgets_hold(case):
     assert_in_budget(case, counts(whole=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_budgets_hold_under_every_strategy(case: Case) -> None:
+def test_the_budgets_hold_under_every_strategy(case):
     assert_in_budget(case, counts(whole=True))

@@ -1,9 +1,6 @@
 import importlib
 import inspect
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +12,12 @@ from benchmarks.papers.pro_prophet_equations import compared
 from benchmarks.papers.setting import Model, Setting, kept_in_nodes
 from benchmarks.reproduce_papers import main, print_rows, rows_of
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.support.python_process import ROOT
 
-ROOT = Path(__file__).parents[2]
 REPRODUCE = "run `python benchmarks/reproduce_papers.py --write` and `python scripts/docs/tables.py`"
 
 
-def test_claims_are_complete_and_their_quantities_exist() -> None:
+def test_claims_are_complete_and_their_quantities_exist():
     """Every claim has limits and a function that takes its settings, or a reason."""
     places = [(claim.paper, claim.where, claim.what) for claim in claims()]
     assert len(set(places)) == len(places) > 290
@@ -38,7 +35,7 @@ def test_claims_are_complete_and_their_quantities_exist() -> None:
             inspect.signature(getattr(module, quantity)).bind(1.0, **claim.settings)
 
 
-def test_ratios_compare_geometric_means() -> None:
+def test_ratios_compare_geometric_means():
     row = replace(claims()[0], kind="row", low=1.0, high=4.0)
     near = Answer(row, [1.9, 2.0], [4.0], "")
     assert near.ratio() == pytest.approx(np.sqrt(1.9 * 2.0) / 2)
@@ -48,7 +45,7 @@ def test_ratios_compare_geometric_means() -> None:
 
 
 @pytest.mark.parametrize("leaving_share", [0.0, 0.2, 1.0])
-def test_the_gate_keeps_tokens_beyond_the_allowed_number_in_their_node(leaving_share: float) -> None:
+def test_the_gate_keeps_tokens_beyond_the_allowed_number_in_their_node(leaving_share):
     rng = np.random.default_rng(0)
     counts_ILDE = rng.multinomial(1000, np.arange(1, 9) / 36, size=(3, 2, 4))
     found = kept_in_nodes(counts_ILDE, Topology.uniform(4, 2), leaving_share)
@@ -59,7 +56,7 @@ def test_the_gate_keeps_tokens_beyond_the_allowed_number_in_their_node(leaving_s
         assert (np.abs(away - np.minimum(wanted, 1000 * leaving_share)) <= 4).all()
 
 
-def test_pro_prophets_equations_know_compute_but_not_which_link_tokens_take() -> None:
+def test_pro_prophets_equations_know_compute_but_not_which_link_tokens_take():
     """Eq. 2 equals the simulator. In Eq. 1, a node's link is too fast and a device's share too slow."""
     setting = Setting(Model(1024, 1024, 2), "hpwnv", 1.25, 16, 16, 2, 1, num_iterations=5)
     for bandwidth, is_slower in (("a device's share", True), ("a node's link", False)):
@@ -74,14 +71,14 @@ def test_pro_prophets_equations_know_compute_but_not_which_link_tokens_take() ->
 @pytest.mark.parametrize(
     "paper", [paper if paper == "parm" else pytest.param(paper, marks=pytest.mark.slow) for paper in PAPERS]
 )
-def test_the_kept_results_are_those_that_are_simulated(paper: str) -> None:
+def test_the_kept_results_are_those_that_are_simulated(paper):
     kept = [row for row in results.read() if row["paper"] == paper]
     assert kept == rows_of(paper, SKEWS.get(paper, 0.0)), REPRODUCE
     for row in kept:  # a missed row says why
         assert row["why"] or row["padded"] or row["holds"] not in ("no", "direction")
 
 
-def test_the_kept_results_are_about_the_claims_and_the_page_shows_the_headlines() -> None:
+def test_the_kept_results_are_about_the_claims_and_the_page_shows_the_headlines():
     """Also of papers that take long to simulate. Other tests compare the page's tables with the file."""
     kept, page = results.read(), (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
     assert len(kept) == len(claims())
@@ -95,10 +92,10 @@ def test_the_kept_results_are_about_the_claims_and_the_page_shows_the_headlines(
     assert all(f"<!-- table: papers {paper} -->" in page for paper in PAPERS)
 
 
-def test_rows_say_what_holds() -> None:
+def test_rows_say_what_holds():
     row = replace(claims()[0], kind="row", low=2.0, high=2.0, note="so", headline="faster")
 
-    def found(*values: float, padded: Sequence[float] = (), **others: Any) -> dict[str, str]:
+    def found(*values, padded=(), **others):
         return results.row_of(Answer(replace(row, **others), list(values), list(padded), ""))
 
     rows = [found(2.0, padded=[4.0]), found(1.1, 1.3), found(0.9, 1.3), found(1.3, headline="", note="")]
@@ -114,7 +111,7 @@ def test_rows_say_what_holds() -> None:
     assert (shown["published"], shown["simulated"], shown["holds"]) == ("", "0.50–1.50", "1 of 2")
 
 
-def test_a_paper_is_printed_with_all_its_claims(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_paper_is_printed_with_all_its_claims(capsys):
     rows = [row for row in results.read() if row["paper"] == "hecate"]
     print_rows(Console(width=160), "hecate", rows, 1.2)
     near, total = results.count(rows)
@@ -125,7 +122,7 @@ def test_a_paper_is_printed_with_all_its_claims(capsys: pytest.CaptureFixture[st
         assert row["claim"][:12] in printed
 
 
-def test_results_are_only_written_for_all_papers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_only_written_for_all_papers(monkeypatch):
     before = results.FILE.read_bytes()
     monkeypatch.setattr("sys.argv", ["reproduce_papers.py", "--write", "--paper", "parm"])
     with pytest.raises(SystemExit):

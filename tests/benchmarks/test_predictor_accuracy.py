@@ -1,7 +1,5 @@
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,7 @@ PACE = {"expert_flops_per_s": 1e9, "attention_s": 1e-3}
 PAYLOAD = 1e7
 
 
-def record(out: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def record(out, samples):
     options = {"nodes": 2, "ranks_per_node": 2, "rate": "100mbit", "repetitions": 3, "warm_up": 1, "seed": 0}
     return {
         "options": {key: str(value) for key, value in {**options, "out": out, "trace": False}.items()},
@@ -24,11 +22,11 @@ def record(out: Path, samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def sample(workload: str, variant: str, iteration: int, seconds: float) -> dict[str, Any]:
+def sample(workload, variant, iteration, seconds):
     return {"workload": workload, "variant": variant, "iteration": iteration, "seconds": seconds}
 
 
-def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_path: Path) -> None:
+def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_path):
     """Loads are balanced, links inside nodes and start-ups cost nothing, so seconds are a simple sum."""
     found = accuracy.compare(record(tmp_path, [sample("W0", "none", 1, 1.0)]), None)
     (one,) = found
@@ -41,9 +39,7 @@ def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_
     assert one.error == pytest.approx(one.simulated_s - 1)
 
 
-def test_the_command_writes_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_tables(tmp_path, monkeypatch, capsys):
     samples = [
         sample(workload, name, number, 0.05)
         for workload in ("W0", "W1")

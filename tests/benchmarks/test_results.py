@@ -1,19 +1,18 @@
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from benchmarks.result_file import KEYS, write_result
+from tests.support.python_process import ROOT
 
-ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 ROOMS_OF_CODE = ("benchmarks", "scripts", "megatron_fssdp")
 TABLE = re.compile(r"<!-- table: results ([\w-]+)")
 
 
 @pytest.fixture(scope="module")
-def named() -> set[str]:
+def named():
     """Names of files in the pages and the code, and of the newest file of each table that pages show."""
     pages = [*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
     code = (path for room in ROOMS_OF_CODE for path in (ROOT / room).rglob("*.py"))
@@ -23,12 +22,12 @@ def named() -> set[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_result_is_the_source_of_something(path: Path, named: set[str]) -> None:
+def test_a_result_is_the_source_of_something(path, named):
     assert path.name in named, "name it on the page that states its figures, or delete it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_result_has_the_keys_and_a_cell_for_each_column(path: Path) -> None:
+def test_a_result_has_the_keys_and_a_cell_for_each_column(path):
     found = json.loads(path.read_text(encoding="utf-8"))
     assert tuple(found) == KEYS
     assert path.name.startswith(found["date"])
@@ -36,7 +35,7 @@ def test_a_result_has_the_keys_and_a_cell_for_each_column(path: Path) -> None:
     assert all(len(row) == len(found["columns"]) for row in found["rows"])
 
 
-def test_a_written_result_has_one_row_on_each_line(tmp_path: Path) -> None:
+def test_a_written_result_has_one_row_on_each_line(tmp_path):
     write_result(tmp_path / "one.json", "How fast?", ["workload", "s"], [("W0", 1.5), ("W1", 2)], "Fast.")
     text = (tmp_path / "one.json").read_text(encoding="utf-8")
     assert '\n  ["W0", 1.5],\n  ["W1", 2]\n' in text

@@ -26,7 +26,7 @@ TOY = [f"--{key}={value}" for key, value in SIZES.items()] + ["--workloads=W3", 
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_drawn_tokens_have_the_workloads_counts(name: str) -> None:
+def test_drawn_tokens_have_the_workloads_counts(name):
     counts_DE = WORKLOADS[name].counts(WorkloadShape(4, 8, 32, 2, 4))[3]
     maps = []
     for device, counts_E in enumerate(counts_DE):
@@ -40,14 +40,14 @@ def test_drawn_tokens_have_the_workloads_counts(name: str) -> None:
         assert not maps[0].equal(maps[1])  # ranks draw different tokens
 
 
-def sample(workload: str, variant: str, repetition: int, seconds: float) -> Sample:
+def sample(workload, variant, repetition, seconds):
     pair, loads = (0, 0), (1.0, 2.0 + repetition)
     return Sample(
         *(workload, variant, repetition, 0, seconds, 0.0, (2.0, 0.0), (0.5, 0.0), pair, pair, 0, 0), loads
     )
 
 
-def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median() -> None:
+def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median():
     seconds = {
         ("W0", "none"): [1.0, 1.0, 1.0],
         ("W0", "fssdp"): [0.8, 0.9, 0.7],
@@ -69,7 +69,7 @@ def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median() -> N
     assert control_difference(found, "none again") == {"W1": pytest.approx(0.1)}
 
 
-def test_auto_is_compared_with_the_fastest_strategy_of_all_iterations() -> None:
+def test_auto_is_compared_with_the_fastest_strategy_of_all_iterations():
     """The best median would be the wrong reference: c is fast in most iterations and very slow in one."""
     seconds = {"none": [8, 8, 8], "a": [4, 4, 4], "c": [1, 1, 20], "auto": [5, 4, 4], "none again": [1, 1, 1]}
     samples = [
@@ -81,12 +81,12 @@ def test_auto_is_compared_with_the_fastest_strategy_of_all_iterations() -> None:
     assert against_best([one for one in samples if one.variant == "auto"], "auto") == []
 
 
-def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_path: Path) -> None:
+def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_path):
     recorded_IZLDE = np.random.default_rng(0).integers(1, 9, (3, 4, 1, 2, 8))
     np.savez(tmp_path / "any.npz", counts_IZLDE=recorded_IZLDE)
     size = StackSize(2, 8, 2, 16, 32, 64)
 
-    def counts(name: str, *options: str) -> np.ndarray:
+    def counts(name, *options):
         given = parser().parse_args(["--out", "unused", "--replay-from=1", *options])
         found: np.ndarray = counts_of(given, name, size, 4, 2)
         assert np.all(found.sum(axis=(2, 4)) == 64 * 2)
@@ -106,7 +106,7 @@ def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_pat
         counts("drift", "--micro-batches=3")
 
 
-def test_link_rates_are_parsed() -> None:
+def test_link_rates_are_parsed():
     assert parse_rate("400mbit") == 400_000_000
     assert payload_bytes_per_s(400_000_000) == pytest.approx(47.8e6, rel=1e-3)
     with pytest.raises(ValueError, match="400mbit"):
@@ -114,7 +114,7 @@ def test_link_rates_are_parsed() -> None:
     assert len({Nodes.address(node) for node in range(600)}) == 600
 
 
-def run_testbed(*arguments: str) -> "subprocess.Popen[str]":
+def run_testbed(*arguments):
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.testbed", *arguments],
         cwd=ROOT,
@@ -126,7 +126,7 @@ def run_testbed(*arguments: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
+def test_two_ranks_are_measured_over_loopback(tmp_path):
     moving = {
         "smartmoe": "smartmoe:reshard_interval=1;window=1",
         "flexmoe": "flexmoe:placement_interval=1;window=1",
@@ -165,7 +165,7 @@ def test_two_ranks_are_measured_over_loopback(tmp_path: Path) -> None:
     assert [row[:2] for row in written["rows"]] == sorted(map(list, names))
 
 
-def namespaces_in_use() -> set[str]:
+def namespaces_in_use():
     """Network namespaces that contain a process."""
     found = set()
     for entry in Path("/proc").iterdir():
@@ -177,7 +177,7 @@ def namespaces_in_use() -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_run_leaves_no_processes_or_networks(by: signal.Signals, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_no_processes_or_networks(by, tmp_path):
     refusal = processes.namespaces_refusal()
     if refusal is not None:
         pytest.skip(f"no namespaces here: {refusal}")

@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path, monkeypatch):
     """A working folder with one valid file of every kind; the rows below name the files relative to it."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -45,7 +44,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def train(*more: object) -> tuple[object, ...]:
+def train(*more):
     return ("train", "run.yaml", "--set", "data.path=data", *more)
 
 
@@ -75,9 +74,7 @@ READERS: list[tuple[tuple[object, ...], str]] = [
 @pytest.mark.parametrize(
     ("arguments", "file"), READERS, ids=lambda value: value[0] if isinstance(value, tuple) else value
 )
-def test_a_damaged_file_gives_one_line_and_changes_nothing(
-    place: Path, command: Callable, arguments, file: str
-) -> None:
+def test_a_damaged_file_gives_one_line_and_changes_nothing(place, command, arguments, file):
     (place / file).write_bytes(bytes(range(256)))
     before = contents(place)
     code, out, err = command(*arguments)
@@ -127,9 +124,7 @@ def test_a_damaged_file_gives_one_line_and_changes_nothing(
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_wrong_arguments_give_one_line_and_change_nothing(
-    place: Path, command: Callable, arguments, named: str
-) -> None:
+def test_wrong_arguments_give_one_line_and_change_nothing(place, command, arguments, named):
     before = contents(place)
     code, out, err = command(*arguments)
     assert_refused(code, out, err)
@@ -138,11 +133,9 @@ def test_wrong_arguments_give_one_line_and_change_nothing(
 
 
 @pytest.mark.parametrize("name", ["counts.csv", "counts.npy", "done/loads.npy"])
-def test_a_file_without_permission_gives_one_line(
-    place: Path, command: Callable, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    def refusing(opener: Callable) -> Callable:
-        def opened(file: Path, *more: object, **options: object) -> object:
+def test_a_file_without_permission_gives_one_line(place, command, monkeypatch, name):
+    def refusing(opener):
+        def opened(file, *more, **options):
             if str(file).endswith(name):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
             return opener(file, *more, **options)
@@ -163,9 +156,7 @@ def test_a_file_without_permission_gives_one_line(
     [(train("--out", "new"), 100), (SIMULATE, 100), (SIMULATE, 2000), (REPORT, 1000), (BUILD, 100)],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
-def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(
-    place: Path, command: Callable, arguments, room_bytes: int
-) -> None:
+def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(place, command, arguments, room_bytes):
     before = contents(place)
     with room_for(room_bytes):
         code, _, err = command(*arguments)
@@ -181,9 +172,7 @@ def test_a_full_disk_gives_one_line_and_leaves_no_partial_files(
 
 
 @pytest.mark.parametrize("script", [[], ["nowhere.py"], ["done"], ["a\nb.py"]])
-def test_launching_something_other_than_a_script_is_refused(
-    place: Path, capsys: pytest.CaptureFixture[str], script: list[str]
-) -> None:
+def test_launching_something_other_than_a_script_is_refused(place, capsys, script):
     with pytest.raises(SystemExit) as ended:
         launch(script)
     assert ended.value.code == 2
@@ -192,7 +181,7 @@ def test_launching_something_other_than_a_script_is_refused(
     assert len(error.splitlines()) == 1
 
 
-def contents(folder: Path) -> dict[str, bytes | None]:
+def contents(folder):
     """Contents of all files below a folder by relative path; ``None`` for folders."""
     return {
         str(path.relative_to(folder)): None if path.is_dir() else path.read_bytes()
@@ -200,7 +189,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def assert_refused(code: int, out: str, err: str) -> None:
+def assert_refused(code, out, err):
     assert code == 2, out + err
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1, err

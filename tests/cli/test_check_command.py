@@ -2,10 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -26,7 +24,7 @@ GPT = (
 TORCHRUN = "torchrun --nproc-per-node 2 -m megatron_fssdp pretrain_gpt"
 
 
-def on_rank(rank: int, world_size: int, words: list[str], folder: Path) -> tuple[object, str, str]:
+def on_rank(rank, world_size, words, folder):
     dist.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
@@ -38,20 +36,20 @@ def on_rank(rank: int, world_size: int, words: list[str], folder: Path) -> tuple
     return ended.value.code or 0, out.getvalue(), err.getvalue()
 
 
-def run(*words: str, cwd: Path) -> tuple[object, str, str]:
+def run(*words, cwd):
     variables = {"MEGATRON_FSSDP_DEVICE": "cpu"}
     (ended,) = run_ranks(on_rank, 1, list(words), cwd, env=variables, preload=TRAINING_PRELOAD)
     return ended
 
 
-def run_newly(*words: str, cwd: Path) -> tuple[object, str, str]:
+def run_newly(*words, cwd):
     variables = {"MEGATRON_FSSDP_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     done = run_python("-m", "megatron_fssdp.cli.app", *words, cwd=cwd, **variables)
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("runs", [run, pytest.param(run_newly, marks=pytest.mark.slow)])
-def test_a_right_command_is_ok(runs: Callable[..., tuple[object, str, str]], tmp_path: Path) -> None:
+def test_a_right_command_is_ok(runs, tmp_path):
     code, out, err = runs("check", "--", *f"{TORCHRUN} {GPT} --moe-strategy fssdp".split(), cwd=tmp_path)
     assert (code, err) == (0, "")
     assert out == "OK: pretrain_gpt can start on 2 CPU ranks; the model and the data were not built\n"
@@ -75,7 +73,7 @@ def test_a_right_command_is_ok(runs: Callable[..., tuple[object, str, str]], tmp
         ("", "got nothing after --"),
     ],
 )
-def test_a_wrong_command_is_one_line(command: str, wanted: str, tmp_path: Path) -> None:
+def test_a_wrong_command_is_one_line(command, wanted, tmp_path):
     code, out, err = run("check", "--", *command.split(), cwd=tmp_path)
     assert (code, out) == (2, "")
     assert wanted in err
@@ -84,7 +82,7 @@ def test_a_wrong_command_is_one_line(command: str, wanted: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])
-def test_train_checks_before_it_leaves_anything_behind(more: list[str], tmp_path: Path) -> None:
+def test_train_checks_before_it_leaves_anything_behind(more, tmp_path):
     data = fake_data(tmp_path / "data")
     words = ("train", str(TINY), "--set", f"data.path={data}", "--out", "new", *more)
     code, out, err = run(*words, "--moe-strategy-set", "slots=999999", cwd=tmp_path)

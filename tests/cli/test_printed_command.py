@@ -10,7 +10,7 @@ from ..launch.tiny_run import ROOT, TINY, fake_data, words_of
 BERT = TINY.with_name("bert_moe_tiny.yaml")
 
 
-def sets(*settings: str) -> list[str]:
+def sets(*settings):
     return [word for setting in settings for word in ("--set", setting)]
 
 
@@ -18,7 +18,7 @@ def sets(*settings: str) -> list[str]:
 def printed(command):
     """Runs `train ARGS… --dry-run`, requires success and returns the text, its words, and a flag's value."""
 
-    def run(*arguments: object):
+    def run(*arguments):
         code, text, err = command("train", *arguments)
         assert (code, err) == (0, "")
         words = words_of("\n".join(line for line in text.splitlines() if not line.startswith("#")))

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from megatron_fssdp.cli.app import EXIT_BAD_INPUT
@@ -10,24 +8,14 @@ from ..support.python_process import python_output
 SMALL = ("--least-bytes", "1024", "--most-bytes", "4096", "--repetitions", "1")
 
 
-def run(*words: object) -> str:
+def run(*words):
     return python_output("-m", *words, OMP_NUM_THREADS="1", COLUMNS="120")
 
 
-def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path: Path) -> None:
+def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path):
     out = tmp_path / "pair.yaml"
-    said = run(
-        "megatron_fssdp.cli.app",
-        "profile",
-        "--nproc",
-        2,
-        "--nodes=2",
-        "--out",
-        out,
-        "--model",
-        "gpt_moe_tiny",
-        *SMALL,
-    )
+    words = ("profile", "--nproc", 2, "--nodes=2", "--out", out, "--model", "gpt_moe_tiny")
+    said = run("megatron_fssdp.cli.app", *words, *SMALL)
     cluster = load_cluster(out)
     assert (cluster.name, cluster.num_nodes, cluster.devices_per_node) == ("pair", 2, 1)
     assert said.count("[ 9/9]") == 1, "only one rank prints"
@@ -36,7 +24,7 @@ def test_the_command_starts_ranks_and_writes_the_cluster(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
+def test_the_command_also_runs_under_torchrun(tmp_path):
     out = tmp_path / "pair.yaml"
     words = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megatron_fssdp", "profile")
     run(*words, "--out", out, "--name", "box", *SMALL)
@@ -63,9 +51,7 @@ def test_the_command_also_runs_under_torchrun(tmp_path: Path) -> None:
         (["--out", "/no/such/folder/c.yaml"], {"RANK": "1", "WORLD_SIZE": "1"}, ""),  # only rank 0 prints
     ],
 )
-def test_bad_input_ends_before_any_collective(
-    words, variables, wanted, tmp_path, monkeypatch, command
-) -> None:
+def test_bad_input_ends_before_any_collective(words, variables, wanted, tmp_path, monkeypatch, command):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -18,7 +18,7 @@ def refused(command, tmp_path, out):
     """Runs `train TINY ARGS…` into the folder, requires exit code 2, and returns the message."""
     data = fake_data(tmp_path / "data")
 
-    def run(*arguments: object) -> str:
+    def run(*arguments):
         code, _, err = command("train", TINY, "--set", f"data.path={data}", "--out", out, *arguments)
         assert code == 2
         return err
@@ -26,7 +26,7 @@ def refused(command, tmp_path, out):
     return run
 
 
-def save_checkpoint(out, iteration: int) -> None:
+def save_checkpoint(out, iteration):
     (out / "checkpoints").mkdir(parents=True, exist_ok=True)
     (out / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
 

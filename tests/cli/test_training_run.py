@@ -1,8 +1,6 @@
 import argparse
 import textwrap
 import typing
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,10 +32,10 @@ strategy: {name: fssdp, settings: {slots: 1}}
 
 
 @pytest.fixture
-def done(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Callable[..., str]:
+def done(command, tmp_path):
     """Run `megatron-fssdp ARGS…`, `train` in a new process; require success and return standard output."""
 
-    def run(*arguments: object) -> str:
+    def run(*arguments):
         if arguments[0] != "train":
             code, *said = command(*arguments)
         else:
@@ -50,7 +48,7 @@ def done(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Callab
     return run
 
 
-def test_a_run_trains_and_leaves_its_records(done: Callable[..., str], tmp_path: Path) -> None:
+def test_a_run_trains_and_leaves_its_records(done, tmp_path):
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     data, out = tmp_path / "data", tmp_path / "run"
@@ -83,9 +81,7 @@ def test_a_run_trains_and_leaves_its_records(done: Callable[..., str], tmp_path:
 
 
 @pytest.mark.slow
-def test_a_bert_trains_resumes_and_is_compared_and_simulated(
-    done: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_bert_trains_resumes_and_is_compared_and_simulated(done, tmp_path):
     (tmp_path / "run.yaml").write_text(BERT)
     data, out, sources = tmp_path / "data", tmp_path / "run", (argparse, typing, textwrap)
     files = [module.__file__ for module in sources]

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from megatron_fssdp.config.cluster_description import FittedLink, cluster_yaml, load_cluster
@@ -10,7 +8,7 @@ EXAMPLE = load_cluster("hecate-a")
 
 
 @pytest.mark.parametrize("name", ["pair", "§ 1: '#'", "2", "null"])
-def test_a_written_description_is_read_back(tmp_path: Path, name: str) -> None:
+def test_a_written_description_is_read_back(tmp_path, name):
     link = FittedLink(alpha_s=1e-7, bandwidth_bytes_per_s=3e18, r_squared=-0.5)
     changes = {"name": name, "memory_bytes": 1 << 50, "sources": {"intra_node": "π: measured"}}
     description = EXAMPLE.model_copy(update={**changes, "collectives": {"broadcast": {"inter_node": link}}})
@@ -20,7 +18,7 @@ def test_a_written_description_is_read_back(tmp_path: Path, name: str) -> None:
     assert load_cluster(path) == description
 
 
-def test_files_of_an_older_profile_are_refused_with_the_next_step(tmp_path: Path) -> None:
+def test_files_of_an_older_profile_are_refused_with_the_next_step(tmp_path):
     path = tmp_path / "old.yaml"
     values = EXAMPLE.model_dump(mode="json", exclude={"inter_device"}, exclude_none=True)
     path.write_text(format_yaml(values), encoding="utf-8")
@@ -31,9 +29,7 @@ def test_files_of_an_older_profile_are_refused_with_the_next_step(tmp_path: Path
     assert "\n" not in str(error.value)
 
 
-def test_cluster_names_are_found_in_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cluster_names_are_found_in_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "configs" / "clusters"
     folder.mkdir(parents=True)

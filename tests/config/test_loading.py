@@ -18,7 +18,7 @@ class Outer(Settings):
     every: int | tuple[int, ...] = 1
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     path = folder / "settings.yaml"
     path.write_text(text)
     return path

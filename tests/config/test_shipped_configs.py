@@ -7,8 +7,7 @@ import pytest
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.run.composition import compose, load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
-from megatron_fssdp.config.run.parameter_count import ParameterCount, count_parameters
-from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.parameter_count import count_parameters
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.launch.run_data import data_arguments
 
@@ -16,17 +15,17 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 
 
-def names_in(folder: str) -> list[str]:
+def names_in(folder):
     return sorted(path.stem for path in (CONFIGS / folder).glob("*.yaml"))
 
 
 @cache
-def counted(model: str) -> ParameterCount:
+def counted(model):
     run = load_run([f"models/{model}", "training/tiny"])
     return count_parameters(run.model, run.data.vocab_size)
 
 
-def arguments(run: RunConfig) -> list[str]:
+def arguments(run):
     data = data_arguments(run, Path("d"), run.data.vocab_size, run.data.vocab_size - 1, 50)
     machine = Installation(on_cpu=run.training.device == "cpu", has_transformer_engine=False)
     return megatron_arguments(run, data, machine, Path("runs/x"), resume=False)
@@ -42,7 +41,7 @@ def arguments(run: RunConfig) -> list[str]:
         "training": {"training", "model"},
     }.items(),
 )
-def test_every_file_has_a_comment_and_its_folders_sections(folder: str, sections: set[str]) -> None:
+def test_every_file_has_a_comment_and_its_folders_sections(folder, sections):
     assert names_in(folder)
     for name in names_in(folder):
         path = CONFIGS / folder / f"{name}.yaml"
@@ -74,7 +73,7 @@ COMBINATIONS = [
 """The batch is that of the papers: the model's micro-batch on every data-parallel rank."""
 
 
-def test_every_part_is_used() -> None:
+def test_every_part_is_used():
     used = {name for parts in COMBINATIONS for name in parts} | {"parallelism/parm-a"}
     assert used == {
         f"{folder}/{name}" for folder in ("models", "parallelism", "training") for name in names_in(folder)
@@ -86,7 +85,7 @@ def test_every_part_is_used() -> None:
 
 
 @pytest.mark.parametrize(("number", "parts"), [*enumerate(COMBINATIONS)], ids=map(" ".join, COMBINATIONS))
-def test_every_model_runs_on_its_clusters(number: int, parts: tuple[str, ...]) -> None:
+def test_every_model_runs_on_its_clusters(number, parts):
     """Each combination has another strategy, so all of them are used."""
     strategies = [name for name in names_in("strategies") if name != "none"]
     run = load_run([*parts, f"strategies/{strategies[number % len(strategies)]}"])
@@ -104,7 +103,7 @@ def test_every_model_runs_on_its_clusters(number: int, parts: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("name", names_in("clusters"))
-def test_every_figure_of_a_cluster_has_a_source(name: str) -> None:
+def test_every_figure_of_a_cluster_has_a_source(name):
     cluster = load_cluster(CONFIGS / "clusters" / f"{name}.yaml")
     cut = compose([f"parallelism/{name}"]).data["parallelism"]
     assert (cut.get("num_nodes", 1), cut["nproc_per_node"]) == (cluster.num_nodes, cluster.devices_per_node)
@@ -136,7 +135,7 @@ SIZES = [(name, *one.split()) for name, models in STATED.items() for one in mode
 
 
 @pytest.mark.parametrize(("what", "model", "billions"), SIZES)
-def test_models_have_the_stated_sizes(what: str, model: str, billions: str) -> None:
+def test_models_have_the_stated_sizes(what, model, billions):
     half_of_last_digit = 0.5 / 10 ** len(billions.partition(".")[2])
     assert getattr(counted(model), what) / 1e9 == pytest.approx(float(billions), abs=half_of_last_digit)
 
@@ -151,7 +150,7 @@ def test_models_have_the_stated_sizes(what: str, model: str, billions: str) -> N
         ("multi_token_prediction", "deepseek-v3", 11.6, 0.1),
     ],
 )
-def test_sizes_that_are_stated_differently(what: str, model: str, billions: float, tolerance: float) -> None:
+def test_sizes_that_are_stated_differently(what, model, billions, tolerance):
     assert getattr(counted(model), what) / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
@@ -163,7 +162,7 @@ TABLE_III = {
 
 
 @pytest.mark.parametrize("name", TABLE_III)
-def test_pro_prophets_models_are_those_of_its_table_iii(name: str) -> None:
+def test_pro_prophets_models_are_those_of_its_table_iii(name):
     model = load_run([f"models/pro-prophet-moe-gpt-{name}", "training/tiny"]).model
     assert (model.num_layers, model.hidden_size, model.moe_ffn_hidden_size) == TABLE_III[name]
     assert all(model.moe_layers)
@@ -173,9 +172,7 @@ def test_pro_prophets_models_are_those_of_its_table_iii(name: str) -> None:
     ("name", "millions", "tolerance"),
     [("parm-gpt2", 124.4, 0.2), ("parm-bert-base", 110, 0.5)],  # biases are 0.1 M; Devlin et al. 2019, §3
 )
-def test_parms_models_without_experts_are_those_of_their_papers(
-    name: str, millions: float, tolerance: float
-) -> None:
+def test_parms_models_without_experts_are_those_of_their_papers(name, millions, tolerance):
     model = load_run([f"models/{name}", "training/tiny"]).model
     gates = sum(model.moe_layers) * model.hidden_size * (model.num_experts or 0)
     assert (counted(name).activated - gates) / 1e6 == pytest.approx(millions, abs=tolerance)

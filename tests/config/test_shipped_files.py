@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from megatron_fssdp.cli.configs_command import configs_command, shipped_names
@@ -9,11 +7,11 @@ from megatron_fssdp.config.shipped_files import known_clusters, shipped_folder, 
 
 
 @pytest.fixture(autouse=True)
-def another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_every_shipped_file_but_clusters_has_a_name() -> None:
+def test_every_shipped_file_but_clusters_has_a_name():
     files = {path for path in shipped_folder().rglob("*.yaml") if path.parent.name != "clusters"}
     assert files
     assert set(shipped_runs().values()) == files
@@ -23,7 +21,7 @@ def test_every_shipped_file_but_clusters_has_a_name() -> None:
         assert shipped_run(name) is None
 
 
-def test_a_users_files_come_before_shipped_ones(tmp_path: Path) -> None:
+def test_a_users_files_come_before_shipped_ones(tmp_path):
     (tmp_path / "gpt_moe_tiny.yaml").write_text("data: {vocab_size: 300}\n", encoding="utf-8")
     assert compose(["gpt_moe_tiny.yaml"]).data == {"data": {"vocab_size": 300}}
     run, shipped = tmp_path / "run.yaml", shipped_run("models/tiny-mixtral")
@@ -36,7 +34,7 @@ def test_a_users_files_come_before_shipped_ones(tmp_path: Path) -> None:
     assert compose([run]).data == {"model": {"num_layers": 7}}
 
 
-def test_a_wrong_name_gives_one_line_with_the_closest_name() -> None:
+def test_a_wrong_name_gives_one_line_with_the_closest_name():
     with pytest.raises(ConfigurationError, match=r"^gpt_moe_tny: no .*mean 'gpt_moe_tiny'\?"):
         compose(["gpt_moe_tny"])
     with pytest.raises(ConfigurationError, match=r"^fssdp: no .*mean 'strategies/fssdp'\?"):
@@ -45,12 +43,12 @@ def test_a_wrong_name_gives_one_line_with_the_closest_name() -> None:
         compose(["x.yaml"])
 
 
-def test_a_shipped_cluster_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shipped_cluster_is_printed_as_it_is(capsys):
     configs_command(["h200"])
     assert capsys.readouterr().out == known_clusters()["h200"].read_text(encoding="utf-8")
 
 
-def test_the_list_has_a_description_and_a_parameter_count_for_each_file() -> None:
+def test_the_list_has_a_description_and_a_parameter_count_for_each_file():
     text = shipped_names()
     lines = [line for line in text.splitlines() if line.startswith("  ")]
     assert len(lines) == len(shipped_runs()) + len(known_clusters())

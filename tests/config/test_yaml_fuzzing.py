@@ -1,6 +1,5 @@
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -31,7 +30,7 @@ CHANGES = st.lists(
 )
 
 
-def changed(content: bytes, changes: list[tuple[float, int, bytes]]) -> bytes:
+def changed(content, changes):
     """Replace some bytes by others, at places given as fractions of the length."""
     for place, num_removed, added in changes:
         at = round(place * len(content))
@@ -44,7 +43,7 @@ def changed(content: bytes, changes: list[tuple[float, int, bytes]]) -> bytes:
 @example([(1.0, 0, b"x: " + b"{a: " * 90 + b"1" + b"}" * 90)])
 @example([(0.0, 10**6, b"strategy: {name: fssdp, settings: {slots: [[[1]]]}}")])
 @examples(150)
-def test_a_changed_run_is_valid_or_refused(changes) -> None:
+def test_a_changed_run_is_valid_or_refused(changes):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")
         file.write_bytes(changed(RUN, changes))
@@ -74,7 +73,7 @@ TREES = st.recursive(
 
 @given(st.dictionaries(KEYS, TREES, max_size=4))
 @examples(100)
-def test_written_yaml_is_read_back(data: dict[str, Any]) -> None:
+def test_written_yaml_is_read_back(data):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "data.yaml")
         file.write_text(format_yaml(data), encoding="utf-8")

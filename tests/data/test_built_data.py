@@ -1,6 +1,5 @@
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")  # Me
 
 
 @pytest.fixture
-def corpus(tmp_path) -> Corpus:
+def corpus(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(7):
@@ -24,7 +23,7 @@ def corpus(tmp_path) -> Corpus:
     return corpus_from_paths([folder])
 
 
-def sequences(folder: Path) -> tuple[list[list[int]], list[int]]:
+def sequences(folder):
     """All token sequences of built data, and the numbers of the sequences that begin documents."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -142,7 +141,7 @@ MANIFEST = DataManifest("f", "bpe", 300, 299, 1, 2, {"text.bin": BuiltFile(2, "a
         ({"files": {"null\0byte": {"num_bytes": 3, "sha256": "ab"}}}, "got no file, wanted 3 bytes"),
     ],
 )
-def test_a_manifest_is_read_back_or_refused_with_its_problem(tmp_path: Path, changes, message) -> None:
+def test_a_manifest_is_read_back_or_refused_with_its_problem(tmp_path, changes, message):
     (tmp_path / "text.bin").write_bytes(b"12")
     (tmp_path / MANIFEST_FILE).write_text(json.dumps(asdict(MANIFEST) | changes))
     if not changes:

@@ -8,7 +8,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.data.corpus import MAX_WORDS, corpus_from_paths, default_corpus, sentences
 
 
-def texts(*paths: Path, key: str = "text") -> list[str]:
+def texts(*paths, key="text"):
     return [document.text for document in corpus_from_paths(paths, key).documents()]
 
 
@@ -77,7 +77,7 @@ def f(x):
 '''
 
 
-def test_python_gives_its_docstrings() -> None:
+def test_python_gives_its_docstrings():
     assert sentences(SOURCE, is_python=True) == [
         "Reads and writes something.",
         "It takes two lines to say so!",
@@ -88,14 +88,14 @@ def test_python_gives_its_docstrings() -> None:
     assert len(sentences(Path(textwrap.__file__).read_text(encoding="utf-8"), is_python=True)) > 30
 
 
-def test_other_texts_are_paragraphs_and_each_sentence_is_kept_once() -> None:
+def test_other_texts_are_paragraphs_and_each_sentence_is_kept_once():
     text = (
         "# A heading of this\n\nFirst words here. Then\nsome more.\n\n===\n\n1 | 2 | 3\n\nFirst words here."
     )
     assert sentences(text, is_python=False) == ["A heading of this", "First words here.", "Then some more."]
 
 
-def test_long_sentences_are_cut() -> None:
+def test_long_sentences_are_cut():
     words = [f"word{'abc'[i % 3]}" for i in range(MAX_WORDS * 2 + 5)]
     found = sentences(" ".join(words), is_python=False)
     assert [len(sentence.split()) for sentence in found] == [MAX_WORDS, MAX_WORDS, 5]

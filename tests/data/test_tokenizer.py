@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -49,7 +48,7 @@ def test_a_very_long_line_takes_seconds(line):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A folder as ``save_pretrained`` writes it. The end of a document is not the last token."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
@@ -60,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_end_of_a_document_is_a_usual_token_or_given(folder: Path) -> None:
+def test_the_end_of_a_document_is_a_usual_token_or_given(folder):
     tokenizer = load_pretrained(str(folder / TOKENIZER_FILE))
     assert (tokenizer.eod_id, tokenizer.vocab_size) == (3, 5)
     assert load_pretrained(str(folder), "<pad>").eod_id == 4
@@ -74,7 +73,7 @@ def test_the_end_of_a_document_is_a_usual_token_or_given(folder: Path) -> None:
 
 
 @pytest.mark.timeout(10)  # the hub's client alone would try again for half a minute
-def test_a_hub_that_does_not_answer_is_named_at_once(monkeypatch, tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer_is_named_at_once(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     message = r"127.0.0.1:1 does not answer.*; give a folder with"
@@ -83,7 +82,7 @@ def test_a_hub_that_does_not_answer_is_named_at_once(monkeypatch, tmp_path: Path
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"give a folder with tokenizer.json"):
         load_pretrained(str(tmp_path))
     (tmp_path / "a.txt").write_text("text")
@@ -91,7 +90,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
         build_with_progress(Console(), [tmp_path / "a.txt"], tmp_path, "wordpeice", 300)
 
 
-def test_a_saved_tokenizer_loads_as_the_same(tmp_path: Path) -> None:
+def test_a_saved_tokenizer_loads_as_the_same(tmp_path):
     trained = WordPieceTokenizer.train(SENTENCES, 120)
     (tmp_path / TOKENIZER_FILE).write_text(trained.files[TOKENIZER_FILE])
     loaded = WordPieceTokenizer.load(tmp_path)
@@ -105,7 +104,7 @@ def test_a_saved_tokenizer_loads_as_the_same(tmp_path: Path) -> None:
     assert dict(enumerate(trained.files[VOCAB_FILE].split())) == loaded.inv_vocab
 
 
-def test_training_is_the_same_in_every_process() -> None:
+def test_training_is_the_same_in_every_process():
     imported = "from megatron_fssdp.data.tokenizer import WordPieceTokenizer as T"
     code = f"{imported}; print(T.train({SENTENCES!r}, 100).identity)"
     other = python_output("-c", code).strip()
@@ -113,7 +112,7 @@ def test_training_is_the_same_in_every_process() -> None:
     assert other != WordPieceTokenizer.train(SENTENCES, 80).identity
 
 
-def test_special_tokens_have_the_first_ids_and_count_as_text_in_documents() -> None:
+def test_special_tokens_have_the_first_ids_and_count_as_text_in_documents():
     tokenizer = WordPieceTokenizer.train(SENTENCES, 120)
     special = (tokenizer.pad, tokenizer.unk, tokenizer.cls, tokenizer.sep, tokenizer.mask)
     assert special == tuple(range(5))
@@ -123,7 +122,7 @@ def test_special_tokens_have_the_first_ids_and_count_as_text_in_documents() -> N
     assert tokenizer.encode(["漢"])[0].tolist() == [tokenizer.unk]
 
 
-def test_another_tokenizers_file_is_refused(tmp_path: Path) -> None:
+def test_another_tokenizers_file_is_refused(tmp_path):
     (tmp_path / TOKENIZER_FILE).write_text(train_bpe(SENTENCES, 300).files[TOKENIZER_FILE])
     with pytest.raises(ConfigurationError, match=r"has no token \[SEP\] to end a document"):
         WordPieceTokenizer.load(tmp_path)

@@ -7,19 +7,19 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.files.written_files import refuse_unwritable, written_file, written_whole
 
 
-def write_and_fail(target: Path) -> None:
+def write_and_fail(target):
     with written_file(target, "--out") as partial:
         partial.write_text("two")
         raise RuntimeError
 
 
-def write_both(folder: Path) -> None:
+def write_both(folder):
     with written_whole(folder, "--out") as partial:
         (partial / "other.json").write_text("{}")
         (partial / "full").write_text("page")
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
     target = tmp_path / "new" / "page.html"
     with written_file(target, "--out") as partial:
         partial.write_text("one")
@@ -31,7 +31,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert target.read_text() == "one"
 
 
-def test_a_pipe_is_refused_before_the_work_and_stays(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_before_the_work_and_stays(tmp_path):
     pipe = tmp_path / "full"
     os.mkfifo(pipe)
     with pytest.raises(ConfigurationError, match="is a device or a pipe, wanted a file"):
@@ -42,12 +42,12 @@ def test_a_pipe_is_refused_before_the_work_and_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["full"]
 
 
-def test_something_else_in_the_place_of_the_folder_is_refused() -> None:
+def test_something_else_in_the_place_of_the_folder_is_refused():
     with pytest.raises(ConfigurationError, match="--out /dev/null: is not a folder but a device or a pipe"):
         write_both(Path("/dev/null"))
 
 
-def test_a_folder_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
     tmp_path.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     Path("locked").mkdir(mode=0o555)

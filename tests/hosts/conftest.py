@@ -1,6 +1,5 @@
 """One process for each host, which runs its script on forked ranks, and comparisons with stock runs."""
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -9,7 +8,7 @@ from tests.hosts.forked_ranks import Host, Run
 
 
 @pytest.fixture(scope="module")
-def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+def host(request, tmp_path_factory):
     name, package = request.module.HOST
     if find_spec(package) is None:
         pytest.skip(

@@ -83,9 +83,7 @@ def _serve(name: str, folder: str, pipe: Connection) -> None:
             pipe.send(_codes(folder, *pipe.recv()))
 
 
-def _codes(
-    folder: str, program: list[str], ranks: int, launcher: bool, environment: dict[str, str]
-) -> list[int]:
+def _codes(folder, program, ranks, launcher, environment):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

@@ -1,13 +1,11 @@
 """Megatron-Bridge's ``pretrain()`` under the plugin is that of stock, on CPU ranks."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.hosts.conftest import assert_balanced, assert_equal
-from tests.hosts.forked_ranks import Host
 
 HOST = "bridge", "megatron.bridge"
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
@@ -26,19 +24,19 @@ EQUAL = [  # options of both runs, those of the plugin, number of ranks
 
 
 @pytest.mark.parametrize(("options", "plugin", "ranks"), EQUAL)
-def test_a_training_is_that_of_stock(host: Host, options: str, plugin: str, ranks: int) -> None:
+def test_a_training_is_that_of_stock(host, options, plugin, ranks):
     run = host.run(f"{options} {plugin}", ranks=ranks)
     assert_equal(run, host.stock(options, ranks))
     assert_balanced(run)
     assert run.values("moved") == [plugin == MOVING]
 
 
-def test_bf16_differs_by_rounding(host: Host) -> None:
+def test_bf16_differs_by_rounding(host):
     options = f"--bf16 --recompute {OVERLAPS}"
     assert_equal(host.run(f"{options} {FSSDP}"), host.stock(options), tolerance=5e-3)
 
 
-def test_the_launcher_reads_the_environment_and_records(host: Host, tmp_path: Path) -> None:
+def test_the_launcher_reads_the_environment_and_records(host, tmp_path):
     settings = f"slots=2,overlap_degree=3,record_dir={tmp_path}"
     run = host.run("", launcher=True, MEGATRON_FSSDP_STRATEGY="fssdp", MEGATRON_FSSDP_SETTINGS=settings)
     assert_equal(run, host.stock(""))
@@ -48,14 +46,14 @@ def test_the_launcher_reads_the_environment_and_records(host: Host, tmp_path: Pa
     assert (tmp_path / "loads.npy").is_file()
 
 
-def test_torchrun_imports_the_host_after_the_plugin(host: Host) -> None:
+def test_torchrun_imports_the_host_after_the_plugin(host):
     run = host.launch("--moe-strategy fssdp")
     assert_equal(run, host.stock(""))
     assert_balanced(run)
 
 
 @pytest.mark.parametrize("options", ["", OVERLAPS, f"--host {OVERLAPS}"])
-def test_checkpoints_and_exports_have_moved_experts(host: Host, tmp_path: Path, options: str) -> None:
+def test_checkpoints_and_exports_have_moved_experts(host, tmp_path, options):
     saved, files = tmp_path / "saved", (tmp_path / "stock.pt", tmp_path / "moved.pt")
     both = options.removeprefix("--host ")
     stock = host.run(f"{both} --export {files[0]}")
@@ -71,7 +69,7 @@ def test_checkpoints_and_exports_have_moved_experts(host: Host, tmp_path: Path, 
         assert resumed.values("loss") == pytest.approx(losses[8:], rel=1e-6)
 
 
-def test_adapters_on_attention_resume_and_those_on_experts_are_refused(host: Host, tmp_path: Path) -> None:
+def test_adapters_on_attention_resume_and_those_on_experts_are_refused(host, tmp_path):
     base, saved = tmp_path / "base", tmp_path / "saved"
     host.run(f"--save {base}")
     resumed = host.run(f"{FSSDP} --load {base} --steps 12")
@@ -85,12 +83,12 @@ def test_adapters_on_attention_resume_and_those_on_experts_are_refused(host: Hos
     _assert_refused(host, f"--lora experts --pretrained {base} --moe-strategy fssdp", "LoRA")
 
 
-def test_fully_sharded_models_are_refused_in_one_line(host: Host) -> None:
+def test_fully_sharded_models_are_refused_in_one_line(host):
     _assert_refused(host, "--fsdp --moe-strategy fssdp", "DistributedDataParallel")
     _assert_refused(host, f"--fsdp --host {FSSDP}", "fully sharded data parallelism")
 
 
-def _assert_refused(host: Host, options: str, reason: str) -> None:
+def _assert_refused(host, options, reason):
     run = host.run(options, launcher=True)
     assert 2 in run.codes
     assert all(run.codes)

@@ -1,11 +1,8 @@
 """PPO by verl's workers under the plugin is that of stock, on CPU ranks."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.hosts.conftest import assert_balanced, assert_equal
-from tests.hosts.forked_ranks import Host
 
 HOST = "verl", "verl"
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]
@@ -20,19 +17,19 @@ EQUAL = [  # options of both runs, those of the plugin, number of ranks
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     """The option for the model."""
     return f"--folder {tmp_path_factory.mktemp('training')}"
 
 
 @pytest.mark.parametrize(("options", "plugin", "ranks"), EQUAL)
-def test_ppo_is_that_of_stock(host: Host, folder: str, options: str, plugin: str, ranks: int) -> None:
+def test_ppo_is_that_of_stock(host, folder, options, plugin, ranks):
     run = host.run(f"{folder} {options} {plugin}", ranks=ranks)
     assert_equal(run, host.stock(f"{folder} {options}", ranks))
     assert_balanced(run, steps=12)
 
 
-def test_an_external_library_turns_a_strategy_on(host: Host, folder: str, tmp_path: Path) -> None:
+def test_an_external_library_turns_a_strategy_on(host, folder, tmp_path):
     (file := tmp_path / "balanced_experts.py").write_text(
         "import megatron_fssdp\n\nmegatron_fssdp.attach_from_environment()\n"
     )
@@ -42,9 +39,7 @@ def test_an_external_library_turns_a_strategy_on(host: Host, folder: str, tmp_pa
 
 
 @pytest.mark.parametrize("options", ["", "--fully-reshardable"])
-def test_checkpoints_and_exports_have_moved_experts(
-    host: Host, folder: str, tmp_path: Path, options: str
-) -> None:
+def test_checkpoints_and_exports_have_moved_experts(host, folder, tmp_path, options):
     run = host.run(f"{folder} {options} {MOVING} --save {tmp_path}")
     assert_equal(run, host.stock(f"{folder} "))
     assert "re-sharded" in run.log
@@ -54,7 +49,7 @@ def test_checkpoints_and_exports_have_moved_experts(
         assert resumed.values("loss") == pytest.approx(losses[12:], rel=1e-6)
 
 
-def test_smartmoe_wants_a_word(host: Host, folder: str) -> None:
+def test_smartmoe_wants_a_word(host, folder):
     run = host.run(f"{folder} --attach smartmoe")
     assert all(run.codes)
     assert "wanted your word that experts may move" in run.log

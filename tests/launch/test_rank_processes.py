@@ -3,8 +3,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +11,12 @@ from megatron_fssdp.launch.rank_processes import exit_code_after, failure_reason
 from tests.support.python_process import is_running
 
 
-def run(code: str, log: Path, on_poll: Callable[[], object]) -> int:
+def run(code, log, on_poll):
     with log.open("ab") as output:
         return run_to_the_end([sys.executable, "-c", code], {"SAID": "hello"}, output, on_poll)
 
 
-def wait_until(is_so: Callable[[], object]) -> None:
+def wait_until(is_so):
     while not is_so():  # or pytest's time limit ends the test
         time.sleep(0.05)
 
@@ -48,7 +46,7 @@ def test_an_interrupt_ends_every_rank(tmp_path, monkeypatch, number):
     monkeypatch.setattr(rank_processes, "_END_GRACE_S", 0.3)
     log = tmp_path / "log.txt"
 
-    def interrupt_once_started() -> None:
+    def interrupt_once_started():
         if log.read_text().strip():
             os.kill(os.getpid(), number)
             time.sleep(1)  # the interrupt arrives during this call at the latest

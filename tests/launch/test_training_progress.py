@@ -1,7 +1,6 @@
 import io
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 
@@ -9,18 +8,16 @@ from megatron_fssdp.launch.training import TrainingProgress
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics
 
 
-def record(iteration: int) -> IterationMetrics:
+def record(iteration):
     layers = tuple(LayerMetrics(layer, 2.0, 1.0 + layer / 10, 0, 0, 0, 0) for layer in (1, 3))
     return IterationMetrics(iteration, 3.25, None, 4.0, 12345.6, layers)
 
 
-def line(iteration: int) -> str:
+def line(iteration):
     return json.dumps(asdict(record(iteration))) + "\n"
 
 
-def shown(
-    path: Path, iterations: int, steps: list[str], **options: bool
-) -> tuple[TrainingProgress, list[str]]:
+def shown(path, iterations, steps, **options):
     """The display after the file had these contents one after the other, and its lines without a terminal."""
     output = io.StringIO()
     with TrainingProgress(path, iterations, 4, Console(file=output, width=200), **options) as progress:
@@ -30,7 +27,7 @@ def shown(
     return progress, output.getvalue().splitlines()
 
 
-def test_complete_new_lines_are_shown_as_plain_lines_without_a_terminal(tmp_path: Path) -> None:
+def test_complete_new_lines_are_shown_as_plain_lines_without_a_terminal(tmp_path):
     path = tmp_path / "metrics.jsonl"
     damaged = line(1) + line(2) + "damaged\n"
     progress, lines = shown(path, 3, [line(1) + line(2)[:20], damaged, damaged + line(3)])
@@ -42,14 +39,14 @@ def test_complete_new_lines_are_shown_as_plain_lines_without_a_terminal(tmp_path
     assert progress.last == record(3)
 
 
-def test_a_resumed_run_is_shown_from_its_new_lines_on_although_a_half_line_is_cut_off(tmp_path: Path) -> None:
+def test_a_resumed_run_is_shown_from_its_new_lines_on_although_a_half_line_is_cut_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1) + line(2)[:20])
     _, lines = shown(path, 3, [line(1), line(1) + line(2)])
     assert [text.split("  ")[0] for text in lines[1:]] == ["iteration 2/3"]
 
 
-def test_progress_is_one_live_line_on_a_terminal(tmp_path: Path) -> None:
+def test_progress_is_one_live_line_on_a_terminal(tmp_path):
     path, output = tmp_path / "metrics.jsonl", io.StringIO()
     path.touch()
     with TrainingProgress(path, 2, 4, Console(file=output, force_terminal=True, width=120)) as progress:
@@ -58,7 +55,7 @@ def test_progress_is_one_live_line_on_a_terminal(tmp_path: Path) -> None:
     assert "iteration 1/2" in output.getvalue()
 
 
-def test_the_time_after_the_last_iteration_is_explained(tmp_path: Path) -> None:
+def test_the_time_after_the_last_iteration_is_explained(tmp_path):
     _, lines = shown(tmp_path / "metrics.jsonl", 1, [line(1)] * 3, saves=True)
     assert [text.split("  ")[0] for text in lines] == ["starting 4 ranks", "iteration 1/1"]
     assert lines[1].endswith("saving a checkpoint …")

@@ -14,7 +14,7 @@ SOURCES = [Path(module.__file__) for module in (argparse, json.decoder, pathlib,
 
 
 @pytest.fixture(scope="session")
-def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_data(tmp_path_factory):
     """Prefix of Megatron's indexed data: some sources of the standard library, tokenized as bytes."""
     folder = tmp_path_factory.mktemp("text")
     build_data(corpus_from_paths(SOURCES), folder, tokenizer="bytes")
@@ -22,7 +22,7 @@ def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sentence_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sentence_data(tmp_path_factory):
     """Prefix of Megatron's indexed data for BERT: the sentences of those sources, in WordPiece."""
     folder = tmp_path_factory.mktemp("sentences")
     build_data(corpus_from_paths(SOURCES), folder, tokenizer="wordpiece", vocab_size=600)

@@ -32,9 +32,7 @@ def _scatter_sums(rows: torch.Tensor, token: torch.Tensor, num_tokens: int, grou
     return reduce_scatter_to_sequence_parallel_region(sums, group=group)
 
 
-def _deepep_dispatch(
-    x: torch.Tensor, indices: torch.Tensor, probs: torch.Tensor, num_experts: int, group: Any, **_: Any
-) -> tuple[Any, ...]:
+def _deepep_dispatch(x, indices, probs, num_experts, group, **_):
     """One row for each token and rank, and the local experts of each row."""
     per_rank = num_experts // group.size()
     local = _gather(indices, group) - group.rank() * per_rank
@@ -50,15 +48,7 @@ def _deepep_combine(x: torch.Tensor, group: Any, handle: Any, **_: Any) -> tuple
     return _scatter_sums(x, *handle, group), None
 
 
-def _hybridep_dispatch(
-    *,
-    x: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor,
-    group: Any,
-    num_local_experts: int,
-    **_: Any,
-) -> tuple[Any, ...]:
+def _hybridep_dispatch(*, x, routing_map, probs, group, num_local_experts, **_):
     """One row for each token and expert, sorted by expert."""
     domain = int(os.environ.get("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", group.size()))
     assert num_local_experts * min(domain, group.size()) % 4 == 0, "probabilities travel in units of 16 bytes"

@@ -12,7 +12,6 @@ micro-batch; autograd then gets no gradient, or a tensor without meaning if the 
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,16 +20,7 @@ import torch
 
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        m_splits: Sequence[int],
-        fuses: bool,
-        is_first_microbatch: bool | None,
-        adds_bias: bool,
-        store: "WeightGradStore",
-        *weights_and_biases: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx, x, m_splits, fuses, is_first_microbatch, adds_bias, store, *weights_and_biases):
         weights = weights_and_biases[: len(m_splits)]
         biases = weights_and_biases[len(m_splits) :]
         assert len(weights) == len(biases) == len(m_splits) > 0

@@ -185,6 +185,14 @@ def note(value: Any) -> None:
     _notes.append(value)
 
 
+def messages_of(logger: str) -> list[str]:
+    """A list that gets the messages of a logger on this rank at level INFO and above."""
+    messages, handler = list[str](), logging.Handler(logging.INFO)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger(logger).addHandler(handler)
+    return messages
+
+
 def add_to_logits(hot: Callable[[Any], list[int]], bias: float) -> None:
     """On a rank, make experts hot: those that a function of the gate's logits names."""
     from megatron.core.transformer.moe.router import TopKRouter
@@ -205,9 +213,7 @@ def before_iterations(do: Callable[[int, Any, Any], object]) -> None:
     """
     from megatron.training import get_args, training
 
-    def step(
-        original: Any, forward: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def step(original, forward, data, model, optimizer, *args, **kwargs):
         do(get_args().curr_iteration + 1, model, optimizer)
         return original(forward, data, model, optimizer, *args, **kwargs)
 
@@ -243,9 +249,7 @@ def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> fl
     return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
 
 
-def assert_close(
-    run: TrainingRun, to: TrainingRun, losses: float = 1e-5, norms: float = 1e-4, *, since: int = 0
-) -> None:
+def assert_close(run, to, losses=1e-05, norms=0.0001, *, since=0):
     """Check the relative differences of a run from another one, whose first iterations can be left out.
 
     In fp32, the gradient of every expert has the bound of losses. In half precision, more and more tokens are
@@ -277,9 +281,7 @@ def command_line(model: Model, arguments: str, data: Path) -> list[str]:
     ]
 
 
-def train_on_rank(
-    rank: int, world_size: int, argv: list[str], before: Callable[[], None] | None, launcher: bool
-) -> TrainingRun:
+def train_on_rank(rank, world_size, argv, before, launcher):
     """Run a training's script on this rank, see :func:`train_on_all_ranks`."""
     import runpy
 
@@ -305,10 +307,7 @@ def train_on_rank(
     record_expert_gradients(norms)
     # A synchronous save returns its results by this queue. Megatron's own queue takes a process, and seconds.
     filesystem_async._results_queue = queue.Queue()
-    messages: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron_fssdp").addHandler(handler)
+    messages = messages_of("megatron_fssdp")
     if os.environ.get("SHARES") == "exact":
         share_exactly()
     if before is not None:

@@ -10,13 +10,7 @@ import numpy as np
 TOP_K, TOKENS, EXPERTS = 2, 16, 4
 
 
-def write_traces(
-    folder: Path,
-    layers_of_stages: Sequence[int],
-    num_devices: int,
-    passes: Sequence[int] = (3, 3),
-    seed: int = 0,
-) -> np.ndarray:
+def write_traces(folder, layers_of_stages, num_devices, passes=(3, 3), seed=0):
     """Write a trace of ranks in stages with so many layers, of iterations with so many passes.
 
     Return the counts, ``[I, L, D, E]``.
@@ -45,9 +39,7 @@ def write_traces(
     return counts
 
 
-def write_tokens_per_expert(
-    folder: Path, layers_of_stages: Sequence[int], group: int, copies: int
-) -> np.ndarray:
+def write_tokens_per_expert(folder, layers_of_stages, group, copies):
     """Write tokens per expert of stages with copies of expert-parallel groups; return ``[I, L, E]``."""
     rng, own = np.random.default_rng(0), EXPERTS // group
     counts = np.zeros((2, sum(layers_of_stages), EXPERTS), np.int64)

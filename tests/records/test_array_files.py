@@ -1,6 +1,5 @@
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,38 +20,38 @@ LAYERS = [1, 3]
 NUM_EXPERTS, NUM_DEVICES = 5, 11  # 11 devices do not fill a whole number of bytes
 
 
-def counts(seed: int) -> np.ndarray:
+def counts(seed):
     return np.random.default_rng(seed).integers(0, 1000, (2, NUM_DEVICES, NUM_EXPERTS))
 
 
-def write_loads(folder: Path) -> Path:
+def write_loads(folder):
     writer = LoadsWriter(folder, LAYERS)
     for iteration in (1, 2):
         writer.append(iteration, counts(iteration), np.full((2, 2), 7), np.full((2, 3), 7))
     return folder / LOADS_FILE
 
 
-def single(*numbers: int, seed: int = 0) -> list[np.ndarray]:
+def single(*numbers, seed=0):
     """Counts of so many micro-batches, of each layer."""
     rng = np.random.default_rng(seed)
     return [rng.integers(1, 1000, (num, NUM_DEVICES, NUM_EXPERTS)) for num in numbers]
 
 
-def write_micro_batches(folder: Path) -> Path:
+def write_micro_batches(folder):
     writer = MicroBatchLoadsWriter(folder, LAYERS)
     for iteration in (1, 2):
         writer.append(iteration, single(3, 3, seed=iteration))
     return folder / MICRO_BATCH_LOADS_FILE
 
 
-def placed(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def placed(seed):
     rng = np.random.default_rng(seed)
     owned_LED = rng.integers(0, NUM_DEVICES, (2, NUM_EXPERTS))[:, :, None] == np.arange(NUM_DEVICES)
     present_LED = owned_LED | (rng.random(owned_LED.shape) < 0.3)
     return (owned_LED, present_LED, *rng.integers(0, 1000, (2, 2, NUM_DEVICES)))
 
 
-def write_placements(folder: Path) -> Path:
+def write_placements(folder):
     writer = PlacementsWriter(folder, LAYERS)
     for iteration in (1, 2):
         writer.append(iteration, *placed(iteration))
@@ -67,7 +66,7 @@ RECORDS: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 
 
-def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
     write_loads(tmp_path)
     write_placements(tmp_path)
     loads = LoadsWriter(tmp_path, LAYERS)
@@ -84,7 +83,7 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     assert shown.most_replicas == NUM_EXPERTS * NUM_DEVICES - NUM_EXPERTS
 
 
-def test_iterations_are_sliced_in_every_array(tmp_path: Path) -> None:
+def test_iterations_are_sliced_in_every_array(tmp_path):
     write_loads(tmp_path)
     loads = read_loads(tmp_path)
     last = loads.of_iterations(slice(-1, None))
@@ -93,7 +92,7 @@ def test_iterations_are_sliced_in_every_array(tmp_path: Path) -> None:
         np.testing.assert_array_equal(part, whole if field.name == "layers" else whole[1:])
 
 
-def check_micro_batches(folder: Path, wanted: dict[int, list[np.ndarray]]) -> None:
+def check_micro_batches(folder, wanted):
     found = read_micro_batch_loads(folder)
     assert found.iterations.tolist() == list(wanted)
     for counts_ZLDE, counts_LZDE in zip(found.counts_IZLDE, wanted.values(), strict=True):
@@ -102,7 +101,7 @@ def check_micro_batches(folder: Path, wanted: dict[int, list[np.ndarray]]) -> No
             assert not counts_ZLDE[len(counts_ZDE) :, layer].any()
 
 
-def test_iterations_have_other_numbers_of_micro_batches_one_or_unknown_ones(tmp_path: Path) -> None:
+def test_iterations_have_other_numbers_of_micro_batches_one_or_unknown_ones(tmp_path):
     writer, wanted = MicroBatchLoadsWriter(tmp_path, LAYERS), dict[int, list[np.ndarray]]()
     for iteration, numbers in enumerate([(1, 1), (3, 3), (2, 0), (1, 1), (), (0, 3)], start=1):
         counts_LZDE = single(*numbers, seed=iteration)
@@ -116,7 +115,7 @@ def test_iterations_have_other_numbers_of_micro_batches_one_or_unknown_ones(tmp_
 
 
 @pytest.mark.parametrize("numbers", [(1, 1), (), (2, 2)])
-def test_a_resumed_run_keeps_none_that_it_repeats(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+def test_a_resumed_run_keeps_none_that_it_repeats(tmp_path, numbers):
     write_micro_batches(tmp_path)
     again = single(*numbers, seed=9)
     MicroBatchLoadsWriter(tmp_path, LAYERS).append(2, again)
@@ -125,9 +124,7 @@ def test_a_resumed_run_keeps_none_that_it_repeats(tmp_path: Path, numbers: tuple
     assert not (tmp_path / MICRO_BATCH_LOADS_FILE).exists()
 
 
-def test_large_files_have_fewer_and_fewer_stretches_of_iterations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_have_fewer_and_fewer_stretches_of_iterations(tmp_path, monkeypatch):
     counts_LZDE = single(2, 2)
     num_bytes = 4 * sum(one.size for one in counts_LZDE)
     monkeypatch.setattr(loads_module, "MOST_BYTES", 24 * num_bytes)
@@ -139,7 +136,7 @@ def test_large_files_have_fewer_and_fewer_stretches_of_iterations(
     assert (stretches[:, 0] // loads_module.STRETCH).tolist() == [0, 1, 2, 4, 8, 16, 32]
 
 
-def change_counts(rows: dict[str, np.ndarray], change: Callable[[np.ndarray], np.ndarray]) -> None:
+def change_counts(rows, change):
     names = "counts_ILDE", "counts_IZLDE", "tokens_ILD"
     rows.update({name: change(rows[name]) for name in names if name in rows})
 
@@ -156,7 +153,7 @@ CHANGES: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
 }
 
 
-def save_rows(file: Path, **content: np.ndarray) -> None:
+def save_rows(file, **content):
     """Write arrays as rows; their first dimensions must be equal."""
     rows = np.zeros(2, [(name, array.dtype, array.shape[1:]) for name, array in content.items()])
     for name, array in content.items():
@@ -164,12 +161,12 @@ def save_rows(file: Path, **content: np.ndarray) -> None:
     np.save(file, rows)
 
 
-def rows_in(file: Path) -> dict[str, np.ndarray]:
+def rows_in(file):
     rows = np.load(file)
     return {name: rows[name].copy() for name in rows.dtype.names}
 
 
-def assert_refused(record: str, file: Path, words: str | None = None) -> None:
+def assert_refused(record, file, words=None):
     """The reader and the writer of a resumed run must both refuse the file."""
     _, read, open_writer = RECORDS[record]
     for refuse in (lambda: read(file.parent), lambda: open_writer(file.parent, LAYERS)):
@@ -182,7 +179,7 @@ def assert_refused(record: str, file: Path, words: str | None = None) -> None:
 
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("words", CHANGES)
-def test_changed_rows_are_refused(tmp_path: Path, record: str, words: str) -> None:
+def test_changed_rows_are_refused(tmp_path, record, words):
     file = RECORDS[record][0](tmp_path)
     content = rows_in(file)
     CHANGES[words](content)
@@ -191,7 +188,7 @@ def test_changed_rows_are_refused(tmp_path: Path, record: str, words: str) -> No
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_other_kinds_of_files_are_refused(tmp_path: Path, record: str) -> None:
+def test_other_kinds_of_files_are_refused(tmp_path, record):
     file = RECORDS[record][0](tmp_path)
     content = file.read_bytes()
     for kept in (0, 1, 30, len(content) // 2, len(content) - 1):
@@ -206,7 +203,7 @@ def test_other_kinds_of_files_are_refused(tmp_path: Path, record: str) -> None:
         RECORDS[record][1](tmp_path)
 
 
-def test_placements_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+def test_placements_that_contradict_themselves_are_refused(tmp_path):
     file = write_placements(tmp_path)
     content = rows_in(file)
     save_rows(file, **{**content, "owned_bits": np.concatenate([content["owned_bits"]] * 2, axis=-1)})

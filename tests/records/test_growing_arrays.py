@@ -1,6 +1,5 @@
 import multiprocessing
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,27 +13,27 @@ LAYERS = np.array([2, 5])
 FORMATS = {"values": 3}
 
 
-def values(iteration: int, num_numbers: int = 3) -> np.ndarray:
+def values(iteration, num_numbers=3):
     """Numbers that only this iteration has, and that show a row mixed from two iterations."""
     return np.full((len(LAYERS), num_numbers), iteration, np.int64)
 
 
-def read(folder: Path) -> SimpleNamespace:
+def read(folder):
     return SimpleNamespace(**read_arrays(folder / "values.npy", FORMATS))
 
 
 class Writer(GrowingArrays):
     """Continues what is there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__(path, LAYERS.tolist(), read)
 
-    def add(self, *iterations: int, num_numbers: int = 3) -> None:
+    def add(self, *iterations, num_numbers=3):
         for iteration in iterations:
             self.append_row(iteration, {"values": values(iteration, num_numbers)})
 
 
-def checked(path: Path) -> list[int]:
+def checked(path):
     """Read the file; every row must be whole. Return the iterations."""
     found = read_arrays(path, FORMATS)
     assert np.array_equal(found["layers"], LAYERS)
@@ -43,7 +42,7 @@ def checked(path: Path) -> list[int]:
     return found["iterations"].tolist()
 
 
-def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Path) -> None:
+def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path):
     path = tmp_path / "run" / "values.npy"
     writer = Writer(path)
     for iteration in range(1, 12):  # the number of rows gets a second digit
@@ -55,7 +54,7 @@ def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path: Pat
     assert [file.name for file in path.parent.iterdir()] == ["values.npy"]
 
 
-def test_an_iteration_adds_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+def test_an_iteration_adds_its_own_bytes_and_a_full_disk_changes_nothing(tmp_path):
     path = tmp_path / "values.npy"
     writer = Writer(path)
     writer.add(1, num_numbers=1000)
@@ -73,9 +72,7 @@ def test_an_iteration_adds_its_own_bytes_and_a_full_disk_changes_nothing(tmp_pat
 
 @pytest.mark.parametrize("is_resumed", [True, False])
 @pytest.mark.parametrize("again_from", [1, 2, 4, 5])
-def test_a_repeated_iteration_replaces_itself_and_all_later_ones(
-    tmp_path: Path, again_from: int, is_resumed: bool
-) -> None:
+def test_a_repeated_iteration_replaces_itself_and_all_later_ones(tmp_path, again_from, is_resumed):
     path = tmp_path / "values.npy"
     writer = Writer(path)
     writer.add(1, 2, 3, 4)
@@ -85,14 +82,14 @@ def test_a_repeated_iteration_replaces_itself_and_all_later_ones(
     assert checked(path) == [*range(1, again_from), again_from, 9]
 
 
-def _append_many(path: Path, first: int) -> None:
+def _append_many(path, first):
     writer = Writer(path)
     for iteration in range(first, first + 200):  # a test that fails must not fill the disk
         writer.add(iteration, num_numbers=6_000)  # rows of many pages
         time.sleep(0.0005)  # without it, the file grows faster than it can be read
 
 
-def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
+def test_a_killed_run_keeps_all_complete_iterations(tmp_path):
     """Kill a writer at any moment, again and again, and read its file while it writes."""
     path = tmp_path / "values.npy"
     last = 0
@@ -116,7 +113,7 @@ def test_a_killed_run_keeps_all_complete_iterations(tmp_path: Path) -> None:
         last = found[-1]
 
 
-def test_other_layers_names_and_shapes_are_refused(tmp_path: Path) -> None:
+def test_other_layers_names_and_shapes_are_refused(tmp_path):
     path = tmp_path / "values.npy"
     writer = Writer(path)
     writer.add(1)

@@ -1,18 +1,17 @@
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.load_sources import read_any_loads
-from megatron_fssdp.records.loads import LOADS_FILE, LoadsWriter, RecordedLoads
+from megatron_fssdp.records.loads import LOADS_FILE, LoadsWriter
 from megatron_fssdp.records.rank_traces import RoutedModel
 
 COUNTS = np.random.default_rng(0).integers(0, 50, (3, 2, 4, 5))  # [I, L, D, E]
 
 
-def read(path: Path) -> RecordedLoads:
+def read(path):
     loads, note = read_any_loads(path, RoutedModel(2, 5, 2))
     assert not note
     return loads
@@ -28,7 +27,7 @@ def read(path: Path) -> RecordedLoads:
     ],
     ids=["ILDE", "whole floats", "ILE", "IZLDE"],
 )
-def test_arrays_are_read(array: np.ndarray, wanted: np.ndarray, tmp_path: Path) -> None:
+def test_arrays_are_read(array, wanted, tmp_path):
     np.save(tmp_path / "x.npy", array)
     loads = read(tmp_path / "x.npy")
     np.testing.assert_array_equal(loads.of_whole_iterations().counts_ILDE, wanted)
@@ -36,7 +35,7 @@ def test_arrays_are_read(array: np.ndarray, wanted: np.ndarray, tmp_path: Path) 
     assert (loads.iterations.tolist(), loads.layers.tolist()) == ([1, 2, 3], [1, 2])
 
 
-def test_a_copy_of_the_file_of_a_run_is_read(tmp_path: Path) -> None:
+def test_a_copy_of_the_file_of_a_run_is_read(tmp_path):
     LoadsWriter(tmp_path / "run", [2, 4]).append(7, COUNTS[0])
     loads = read((tmp_path / "run" / LOADS_FILE).rename(tmp_path / "copy.npy"))
     np.testing.assert_array_equal(loads.counts_ILDE, COUNTS[:1])
@@ -55,7 +54,7 @@ def test_a_copy_of_the_file_of_a_run_is_read(tmp_path: Path) -> None:
         (COUNTS + 2**40, "wanted whole numbers"),
     ],
 )
-def test_other_arrays_are_refused(array: np.ndarray, words: str, tmp_path: Path) -> None:
+def test_other_arrays_are_refused(array, words, tmp_path):
     np.save(tmp_path / "x.npy", array)
     with pytest.raises(ConfigurationError, match=rf"x\.npy: .*{words}"):
         read(tmp_path / "x.npy")
@@ -64,7 +63,7 @@ def test_other_arrays_are_refused(array: np.ndarray, words: str, tmp_path: Path)
         read(tmp_path / "x.npy")
 
 
-def write_table(path: Path, columns: str = "iteration,layer,device,expert,tokens") -> None:
+def write_table(path, columns="iteration,layer,device,expert,tokens"):
     with path.open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(columns.split(","))
@@ -74,7 +73,7 @@ def write_table(path: Path, columns: str = "iteration,layer,device,expert,tokens
                 table.writerow([{**cells, "tokens": tokens}[name] for name in columns.split(",")])
 
 
-def test_a_table_is_read_in_any_order_of_its_columns(tmp_path: Path) -> None:
+def test_a_table_is_read_in_any_order_of_its_columns(tmp_path):
     for columns in ("iteration,layer,device,expert,tokens", "tokens,expert,layer,iteration,device"):
         write_table(tmp_path / "x.csv", columns)
         loads = read(tmp_path / "x.csv")
@@ -99,7 +98,7 @@ def test_a_table_is_read_in_any_order_of_its_columns(tmp_path: Path) -> None:
         ('iteration,layer,expert,tokens\n1,1,4,"1\n', "line 1: unexpected end of data"),
     ],
 )
-def test_a_wrong_table_is_refused_with_its_line(rows: str, words: str, tmp_path: Path) -> None:
+def test_a_wrong_table_is_refused_with_its_line(rows, words, tmp_path):
     (tmp_path / "x.csv").write_text(rows)
     with pytest.raises(ConfigurationError, match=f"x.csv: {words}") as caught:
         read(tmp_path / "x.csv")

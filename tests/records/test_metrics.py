@@ -2,7 +2,6 @@ import dataclasses
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,12 +17,12 @@ from megatron_fssdp.records.metrics import (
 from tests.full_disk import room_for
 
 
-def record(iteration: int, loss: float = 3.5) -> IterationMetrics:
+def record(iteration, loss=3.5):
     layer = LayerMetrics(1, 2.0, 1.1, 3, 4, 5, 6, 0.5, 0.25, 0.75, 0.125)
     return IterationMetrics(iteration, loss, 0.5, 0.1, 1e3, (layer,), 7, 8, 0.0625)
 
 
-def test_after_a_kill_and_a_resume_the_last_line_of_an_iteration_counts(tmp_path: Path) -> None:
+def test_after_a_kill_and_a_resume_the_last_line_of_an_iteration_counts(tmp_path):
     writer = MetricsWriter(tmp_path / "run")
     for iteration in (1, 2, 3):
         writer.append(record(iteration))
@@ -40,7 +39,7 @@ def test_after_a_kill_and_a_resume_the_last_line_of_an_iteration_counts(tmp_path
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-def test_keys_of_other_versions_are_ignored_or_zero() -> None:
+def test_keys_of_other_versions_are_ignored_or_zero():
     old = dataclasses.asdict(record(1)) | {"new": 1}
     for key in ("resharded_experts", "reshard_s"):
         del old[key]
@@ -53,7 +52,7 @@ def test_keys_of_other_versions_are_ignored_or_zero() -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "3", '{"iteration": 1}', '{"iteration": 1, "layers": [3]}'])
-def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
+def test_damaged_lines_are_named(tmp_path, line):
     writer = MetricsWriter(tmp_path)
     writer.append(record(1))
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -62,7 +61,7 @@ def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
         read_metrics(tmp_path)
 
 
-def test_missing_and_impossible_folders_are_refused(tmp_path: Path) -> None:
+def test_missing_and_impossible_folders_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="no such file"):
         read_metrics(tmp_path)
     (tmp_path / "file").touch()
@@ -70,7 +69,7 @@ def test_missing_and_impossible_folders_are_refused(tmp_path: Path) -> None:
         MetricsWriter(tmp_path / "file" / "run")
 
 
-def test_a_full_disk_costs_only_the_line_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_full_disk_costs_only_the_line_that_does_not_fit(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.append(record(1))
     refused = pytest.raises(ConfigurationError, match="cannot be written")
@@ -81,7 +80,7 @@ def test_a_full_disk_costs_only_the_line_that_does_not_fit(tmp_path: Path) -> No
     assert read_metrics(tmp_path) == [record(1), record(2)]
 
 
-def test_a_resumed_run_leaves_one_line_for_each_iteration_and_the_last_one_is_seen(tmp_path: Path) -> None:
+def test_a_resumed_run_leaves_one_line_for_each_iteration_and_the_last_one_is_seen(tmp_path):
     writer = MetricsWriter(tmp_path)
     for iteration in range(1, 6):
         writer.append(record(iteration))

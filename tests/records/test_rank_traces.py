@@ -8,7 +8,6 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.load_sources import read_any_loads
-from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.records.rank_traces import RoutedModel
 
 from .made_traces import EXPERTS, TOP_K, read_lines, write_lines, write_tokens_per_expert, write_traces
@@ -16,14 +15,14 @@ from .made_traces import EXPERTS, TOP_K, read_lines, write_lines, write_tokens_p
 SAMPLES = Path(__file__).parent / "megatron_traces"
 
 
-def read(folder: Path, num_layers: int, most: int | None = None) -> tuple[RecordedLoads, str]:
+def read(folder, num_layers, most=None):
     return read_any_loads(folder, RoutedModel(num_layers, EXPERTS, TOP_K), most)
 
 
 @pytest.mark.parametrize(
     ("sample", "num_stages", "num_devices"), [("pp1_ep2", 1, 2), ("pp1_ep4", 1, 4), ("pp2_ep2", 2, 2)]
 )
-def test_traces_that_megatron_wrote_are_read(sample: str, num_stages: int, num_devices: int) -> None:
+def test_traces_that_megatron_wrote_are_read(sample, num_stages, num_devices):
     loads, note = read(SAMPLES / sample, 2)
     assert note.endswith(f"pipeline stages: {num_stages}, devices of each: {num_devices}")
     assert loads.iterations.tolist() == [1, 2]
@@ -34,9 +33,7 @@ def test_traces_that_megatron_wrote_are_read(sample: str, num_stages: int, num_d
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 @pytest.mark.parametrize("layers_of_stages", [[2], [2, 2], [1, 3], [0, 2], [1, 2, 1]])
-def test_ranks_are_mapped_to_stages_and_devices(
-    layers_of_stages: list[int], num_devices: int, tmp_path: Path
-) -> None:
+def test_ranks_are_mapped_to_stages_and_devices(layers_of_stages, num_devices, tmp_path):
     counts_ILDE = write_traces(tmp_path, layers_of_stages, num_devices)
     loads, _ = read(tmp_path, sum(layers_of_stages))
     np.testing.assert_array_equal(loads.counts_ILDE, counts_ILDE)
@@ -45,9 +42,7 @@ def test_ranks_are_mapped_to_stages_and_devices(
 
 @pytest.mark.parametrize(("group", "copies"), [(1, 2), (2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("layers_of_stages", [[2], [2, 1]])
-def test_tokens_per_expert_are_put_together(
-    layers_of_stages: list[int], group: int, copies: int, tmp_path: Path
-) -> None:
+def test_tokens_per_expert_are_put_together(layers_of_stages, group, copies, tmp_path):
     counts_ILE = write_tokens_per_expert(tmp_path, layers_of_stages, group, copies)
     for folder in (tmp_path, tmp_path / "tokens_per_expert"):
         loads, note = read(folder, sum(layers_of_stages))
@@ -56,7 +51,7 @@ def test_tokens_per_expert_are_put_together(
         assert "not every iteration" in note
 
 
-def test_iterations_with_evaluations_are_left_out(tmp_path: Path) -> None:
+def test_iterations_with_evaluations_are_left_out(tmp_path):
     counts_ILDE = write_traces(tmp_path, [2], 2, passes=(4, 4, 6, 4))
     loads, note = read(tmp_path, 2)
     assert loads.iterations.tolist() == [1, 2, 4]
@@ -64,7 +59,7 @@ def test_iterations_with_evaluations_are_left_out(tmp_path: Path) -> None:
     assert "left out: 1 iterations" in note
 
 
-def test_recomputed_passes_are_counted_once(tmp_path: Path) -> None:
+def test_recomputed_passes_are_counted_once(tmp_path):
     """Passes of an evaluation are not recomputed."""
     counts_ILDE = write_traces(tmp_path, [2], 2, passes=(4, 4, 6, 4))
     for file in tmp_path.glob("*.jsonl"):
@@ -79,7 +74,7 @@ def test_recomputed_passes_are_counted_once(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loads.counts_ILDE, counts_ILDE[[0, 1, 3]])
 
 
-def test_layers_of_predicted_tokens_are_left_out(tmp_path: Path) -> None:
+def test_layers_of_predicted_tokens_are_left_out(tmp_path):
     counts_ILDE = write_traces(tmp_path, [2], 1)
     file = tmp_path / "router_trace_rank0.jsonl"
     lines = read_lines(file)
@@ -88,7 +83,7 @@ def test_layers_of_predicted_tokens_are_left_out(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path, 2)[0].counts_ILDE, counts_ILDE)
 
 
-def test_only_the_first_iterations_of_a_killed_run_are_read(tmp_path: Path) -> None:
+def test_only_the_first_iterations_of_a_killed_run_are_read(tmp_path):
     counts_ILDE = write_traces(tmp_path, [2], 2, passes=(3, 3, 3))
     file = tmp_path / "router_trace_rank1.jsonl"
     file.write_bytes(file.read_bytes()[:-20])
@@ -98,7 +93,7 @@ def test_only_the_first_iterations_of_a_killed_run_are_read(tmp_path: Path) -> N
     np.testing.assert_array_equal(loads.counts_ILDE, counts_ILDE[:2])
 
 
-def change(number: int, **values: Any) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+def change(number, **values):
     return lambda lines: [*lines[: number - 1], {**lines[number - 1], **values}, *lines[number:]]
 
 
@@ -121,7 +116,7 @@ PROBLEMS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("words", PROBLEMS)
-def test_traces_that_are_damaged_or_mixed_are_refused_in_one_line(words: str, tmp_path: Path) -> None:
+def test_traces_that_are_damaged_or_mixed_are_refused_in_one_line(words, tmp_path):
     layers = [1, 1] if "MoE layers on" in words else [2, 2]
     write_traces(tmp_path, layers, 2)
     file = tmp_path / "router_trace_rank3.jsonl"
@@ -140,15 +135,13 @@ def test_traces_that_are_damaged_or_mixed_are_refused_in_one_line(words: str, tm
         (2, 8, "no token of an expert after 3"),
     ],
 )
-def test_traces_of_another_model_are_refused(
-    num_layers: int, num_experts: int, words: str, tmp_path: Path
-) -> None:
+def test_traces_of_another_model_are_refused(num_layers, num_experts, words, tmp_path):
     write_traces(tmp_path, [2], 2)
     with pytest.raises(ConfigurationError, match=words):
         read_any_loads(tmp_path, RoutedModel(num_layers, num_experts, TOP_K))
 
 
-def test_missing_and_mixed_files_are_refused(tmp_path: Path) -> None:
+def test_missing_and_mixed_files_are_refused(tmp_path):
     write_traces(tmp_path, [2], 4)
     (tmp_path / "router_trace_rank2.jsonl").unlink()
     with pytest.raises(ConfigurationError, match="no file of rank 2"):
@@ -167,7 +160,7 @@ def test_missing_and_mixed_files_are_refused(tmp_path: Path) -> None:
         read(tmp_path, 2)
 
 
-def test_equal_counts_of_two_ranks_are_refused(tmp_path: Path) -> None:
+def test_equal_counts_of_two_ranks_are_refused(tmp_path):
     """As under expert tensor parallelism, of which the files say nothing."""
     write_tokens_per_expert(tmp_path, [2], 2, 2)
     folder = tmp_path / "tokens_per_expert"

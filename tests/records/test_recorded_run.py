@@ -24,7 +24,7 @@ OLD_RUN = Path(__file__).parent / "old_run"
 """Three iterations of ``fssdp`` on four CPU ranks, written by version 0.1 before the rooms were divided."""
 
 
-def test_an_old_run_folder_is_read() -> None:
+def test_an_old_run_folder_is_read():
     run = records.load(OLD_RUN)
     assert (run.strategy, run.layers, run.asked_iterations, run.problems) == ("fssdp", [1, 2, 3, 4], 14, ())
     assert run_config_of(OLD_RUN).model.num_experts == 8
@@ -45,7 +45,7 @@ def test_an_old_run_folder_is_read() -> None:
     np.testing.assert_array_equal(tokens_IL, arrays["placements.ep_tokens_ILD"].sum(axis=2))
 
 
-def test_folders_that_hold_no_run_are_refused(tmp_path: Path) -> None:
+def test_folders_that_hold_no_run_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigurationError, match="no finished iteration"):
         records.load(tmp_path)
@@ -64,9 +64,7 @@ def test_folders_that_hold_no_run_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["metrics.jsonl", "loads.npy", "placements.npy"])
 @given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=6)), min_size=1))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_changed_files_are_valid_or_refused_in_one_line(
-    tmp_path: Path, name: str, changes: list[tuple[float, int, bytes]]
-) -> None:
+def test_changed_files_are_valid_or_refused_in_one_line(tmp_path, name, changes):
     if not (tmp_path / name).exists():
         shutil.copytree(OLD_RUN, tmp_path, dirs_exist_ok=True)
     content = (OLD_RUN / name).read_bytes()
@@ -94,7 +92,7 @@ GPT = flat_settings(
 )
 
 
-def test_strategies_and_seeds_may_differ_and_are_named() -> None:
+def test_strategies_and_seeds_may_differ_and_are_named():
     others = GPT | {"training.seed": 2, "strategy.name": "fssdp", "strategy.settings.slots": 2}
     assert differing_settings([GPT, others]) == {
         "training.seed": ("1", "2"),
@@ -114,11 +112,11 @@ def test_strategies_and_seeds_may_differ_and_are_named() -> None:
         ({"model.capacity": 1.5}, "different model (model.capacity – and 1.5)"),
     ],
 )
-def test_other_models_schedules_and_data_are_an_obstacle(changed: dict[str, object], obstacle: str) -> None:
+def test_other_models_schedules_and_data_are_an_obstacle(changed, obstacle):
     assert loss_obstacle([GPT, GPT | changed]) == obstacle
 
 
-def test_the_same_data_in_two_folders_is_no_difference(tmp_path: Path) -> None:
+def test_the_same_data_in_two_folders_is_no_difference(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text('{"files": {"text.bin": {"sha256": "0"}}}')
@@ -126,7 +124,7 @@ def test_the_same_data_in_two_folders_is_no_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", [RECORDED_RUN_HEADER, "# another\n"])
-def test_settings_of_train_are_never_replaced(tmp_path: Path, header: str) -> None:
+def test_settings_of_train_are_never_replaced(tmp_path, header):
     (tmp_path / "config.yaml").write_text(text := f"{header}strategy: {{name: ep}}\n")
     refused = pytest.raises(ConfigurationError, match="exists")
     with nullcontext() if header == RECORDED_RUN_HEADER else refused:

@@ -12,7 +12,7 @@ from megatron_fssdp.simulation.lanes import PARTS
 
 
 @given(st.integers(1, 400), st.integers(1, 60), st.integers(0, 1000))
-def test_bins_fit_the_available_room_and_keep_the_mean(count: int, most: int, start: int) -> None:
+def test_bins_fit_the_available_room_and_keep_the_mean(count, most, start):
     values = np.random.default_rng(count).random((count, 2))
     middles, means = binned(np.arange(start, start + count), values, most)
     assert len(middles) == len(means) <= most
@@ -22,19 +22,19 @@ def test_bins_fit_the_available_room_and_keep_the_mean(count: int, most: int, st
     assert (np.diff(middles) > 0).all()
 
 
-def test_unknown_values_are_left_out_of_the_mean() -> None:
+def test_unknown_values_are_left_out_of_the_mean():
     _, means = binned(np.arange(6), np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan]), 3)
     np.testing.assert_array_equal(means, [1.0, 4.0, np.nan])
 
 
-def test_loads_of_micro_batches_are_shown_by_iteration() -> None:
+def test_loads_of_micro_batches_are_shown_by_iteration():
     counts_IZLDE = np.random.default_rng(0).integers(0, 9, (3, 2, 2, 4, 8))
     each = RecordedLoads(counts_IZLDE, np.arange(3), np.arange(2))
     shown = [expert_load_section({"x": one}).parts[0].to_json() for one in (each, each.of_whole_iterations())]
     assert shown[0] == shown[1]
 
 
-def test_numbers_have_the_unit_in_which_they_are_at_least_one() -> None:
+def test_numbers_have_the_unit_in_which_they_are_at_least_one():
     found = [format_bytes(number) for number in (0, 999, 1000, 2.5e6, 4e15)]
     assert found == ["0 B", "999 B", "1 kB", "2.5 MB", "4,000 TB"]
     assert [format_flops(n) for n in (1.51e8, 2e14)] == ["151 MFLOP/s", "200 TFLOP/s"]
@@ -42,7 +42,7 @@ def test_numbers_have_the_unit_in_which_they_are_at_least_one() -> None:
     assert [format_memory(n) for n in (2**20, 3 * 2**30)] == ["1 MiB", "3 GiB"]
 
 
-def test_every_strategy_and_part_of_time_has_a_colour_of_its_own() -> None:
+def test_every_strategy_and_part_of_time_has_a_colour_of_its_own():
     colours = [entry.colour for entry in STRATEGIES.values()]
     assert len(set(colours) - {None}) == len(colours)
     found = distinct_colours(["mine", "ep", "fssdp", "ep", "other"])

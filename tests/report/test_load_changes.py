@@ -5,14 +5,14 @@ from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.report.load_changes import load_changes, plain_load
 
 
-def test_plain_load_is_that_of_even_owners() -> None:
+def test_plain_load_is_that_of_even_owners():
     counts = np.random.default_rng(0).integers(0, 9, (3, 2, 4, 8))
     wanted = [[max_over_mean(of.sum(axis=0).reshape(4, 2).sum(axis=1)) for of in row] for row in counts]
     np.testing.assert_allclose(plain_load(counts), wanted)
     assert plain_load(np.zeros((4, 8))) == 1
 
 
-def counts_of(load_IZE: list[list[list[int]]]) -> np.ndarray:
+def counts_of(load_IZE):
     """Counts of two devices with equal tokens, from loads of experts."""
     return np.repeat(np.array(load_IZE)[:, :, None], 2, axis=2)
 
@@ -24,11 +24,11 @@ IN_TURN = [[HOT_0, HOT_1]] * 4
 ACROSS = [[[800, 0, 0, 0], [0, 0, 800, 0]]] * 3
 
 
-def figures_of(load_IZE: list[list[list[int]]], iterations: list[int], slots: int) -> list[float]:
+def figures_of(load_IZE, iterations, slots):
     return load_changes(counts_of(load_IZE), np.array(iterations), slots, 50)
 
 
-def test_figures_of_steady_and_of_changing_micro_batches() -> None:
+def test_figures_of_steady_and_of_changing_micro_batches():
     steady = figures_of(STEADY, [1, 2, 3, 4], 2)
     assert steady == pytest.approx([2, 2, 2, 2, 1, 0, 1, 0, 1, 1, 1], abs=0.02)
     # Only with one slot is it a matter of which expert has a replica: 200 of 300 tokens move, or all 100.
@@ -43,7 +43,7 @@ def test_figures_of_steady_and_of_changing_micro_batches() -> None:
     assert across[9] == pytest.approx(0)
 
 
-def test_figures_leave_out_padding_and_neighbours_that_are_not_recorded() -> None:
+def test_figures_leave_out_padding_and_neighbours_that_are_not_recorded():
     padded = [[HOT_0, HOT_0, NONE], [HOT_1, NONE, NONE], [HOT_1, HOT_1, HOT_1]]
     found = figures_of(padded, [1, 2, 9], 2)
     assert found[:8] == pytest.approx([2, 2, 2, 2, 1, 0, 0.5, 1])

@@ -1,11 +1,10 @@
 import os
-from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from megatron_fssdp.records import RecordedRun, load
+from megatron_fssdp.records import load
 from megatron_fssdp.records.metrics import (
     METRICS_FILE,
     IterationMetrics,
@@ -28,16 +27,14 @@ from megatron_fssdp.report.run_page import headline_of, run_page
 from .made_runs import write_made_run
 
 
-def recorded(folder: Path, *records: IterationMetrics) -> RecordedRun:
+def recorded(folder, *records):
     writer = MetricsWriter(folder)
     for record in records:
         writer.append(record)
     return load(folder)
 
 
-def iteration(
-    number: int, passes_s: float, parts: PassMetrics | None = None, count: int = 1
-) -> IterationMetrics:
+def iteration(number, passes_s, parts=None, count=1):
     layers = tuple(
         LayerMetrics(n + 1, 2.0, 1.5, 0, 0, 0, 0, spag_exposed_s=0.5, forward=parts, backward=parts)
         for n in range(count)
@@ -45,7 +42,7 @@ def iteration(
     return IterationMetrics(number, 5.0, None, 10.0, 1.0, layers, reshard_s=1.0, passes_s=passes_s)
 
 
-def test_parts_are_those_of_the_slowest_experts_and_add_up(tmp_path: Path) -> None:
+def test_parts_are_those_of_the_slowest_experts_and_add_up(tmp_path):
     # Experts take 1 s on the mean rank and 1.5 s on the slowest, for which the combine waits 0.5 s.
     parts = PassMetrics(other_s=0.25, dispatch_s=0.5, experts_s=1.0, combine_s=0.75, experts_slowest_s=1.5)
     run = recorded(tmp_path, iteration(1, 8.0, parts), iteration(2, 8.0), iteration(3, 0.0))
@@ -65,7 +62,7 @@ def test_parts_are_those_of_the_slowest_experts_and_add_up(tmp_path: Path) -> No
     assert mean_parts_s(run)["passes"] == 3.75
 
 
-def test_layers_of_pipeline_stages_that_work_at_the_same_time_share_the_passes(tmp_path: Path) -> None:
+def test_layers_of_pipeline_stages_that_work_at_the_same_time_share_the_passes(tmp_path):
     parts = PassMetrics(1.0, 1.0, 1.0, 1.0, 1.0)
     found = time_parts(recorded(tmp_path, iteration(1, 8.5, parts, count=2)))
     np.testing.assert_allclose(found["experts"], 4 * 8.5 / 17)
@@ -73,13 +70,13 @@ def test_layers_of_pipeline_stages_that_work_at_the_same_time_share_the_passes(t
 
 
 @pytest.mark.parametrize(("cores", "text"), [(0, "200 TFLOP/s"), (2, "200 TFLOP/s (4 ranks share 2 cores)")])
-def test_operations_per_second_are_of_one_device(cores: int, text: str, tmp_path: Path) -> None:
+def test_operations_per_second_are_of_one_device(cores, text, tmp_path):
     session = RunSession("fssdp", 2, 4, cores, devices=8)
     run = recorded(tmp_path, IterationMetrics(1, 5.0, None, 2.0, 1.0, flops=3.2e15, session=session))
     assert {one.key: one.text for one in measures_of(run)}["flops_per_s_per_device"] == text
 
 
-def write(folder: Path, numbers: range, session: RunSession | None, load_ratio: float = 2.0) -> Path:
+def write(folder, numbers, session, load_ratio=2.0):
     """Write iterations as one start of a training does. The speed of iteration n is n tokens per second."""
     writer = MetricsWriter(folder)
     for i, number in enumerate(numbers):
@@ -101,9 +98,7 @@ def write(folder: Path, numbers: range, session: RunSession | None, load_ratio: 
         ([range(1, 2)], 1, "1 iteration"),
     ],
 )
-def test_the_iterations_of_a_run_are_counted(
-    numbers: list[range], asked: int, words: str, tmp_path: Path
-) -> None:
+def test_the_iterations_of_a_run_are_counted(numbers, asked, words, tmp_path):
     for part in numbers:
         write(tmp_path, part, RunSession("ep", asked))
     assert progress_of(load(tmp_path)) == words
@@ -113,7 +108,7 @@ def test_the_iterations_of_a_run_are_counted(
     assert progress_of(load(tmp_path)) == words
 
 
-def test_starts_of_a_resumed_run_are_shown(tmp_path: Path) -> None:
+def test_starts_of_a_resumed_run_are_shown(tmp_path):
     write(tmp_path, range(1, 6), RunSession("ep", 10))
     write(tmp_path, range(4, 11), RunSession("fssdp", 10), load_ratio=1.0)
     runs = shown_runs([tmp_path])
@@ -125,7 +120,7 @@ def test_starts_of_a_resumed_run_are_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cores", [0, 2, 4])
-def test_only_ranks_with_cores_of_their_own_have_a_speed(cores: int, tmp_path: Path) -> None:
+def test_only_ranks_with_cores_of_their_own_have_a_speed(cores, tmp_path):
     for name, numbers, ratio in (("ep", range(1, 6), 2.0), ("fssdp", range(101, 106), 1.0)):
         write(tmp_path / name, numbers, RunSession(name, 5, ranks=4, cores=cores), ratio)
     runs = shown_runs([tmp_path / "ep", tmp_path / "fssdp"])
@@ -147,7 +142,7 @@ def test_only_ranks_with_cores_of_their_own_have_a_speed(cores: int, tmp_path: P
         assert "a single iteration, which also allocates, says little" in short
 
 
-def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_path: Path) -> None:
+def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_path):
     (made,) = shown_runs([write_made_run(tmp_path / "a")])
     sentence = headline_of([made])
     parts_s = mean_parts_s(made.run)
@@ -160,7 +155,7 @@ def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_pa
     assert "peak memory of a rank 1.19 GiB" in sentence
 
 
-def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path: Path) -> None:
+def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path):
     layer = LayerMetrics(1, 1.05, 1.0, 24, 0, 0, 0)
     write_made_run(tmp_path, num_iterations=1, num_layers=1)
     (tmp_path / METRICS_FILE).unlink()
@@ -170,7 +165,7 @@ def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path: Pat
     assert "loads are almost even without balancing (1.05), so plain EP would do" in sentence
 
 
-def test_the_table_has_rows_where_a_run_has_something(tmp_path: Path) -> None:
+def test_the_table_has_rows_where_a_run_has_something(tmp_path):
     ep = write_made_run(tmp_path / "ep", "ep", num_iterations=3)
     fssdp = write_made_run(tmp_path / "fssdp")
     rows = {row[0]: row[1:] for row in comparison_table(shown_runs([ep, fssdp])).rows}

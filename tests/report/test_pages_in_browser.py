@@ -3,25 +3,23 @@ from pathlib import Path
 
 import pytest
 
+from devtools.browser import WIDTHS
 from megatron_fssdp.records.metrics import RunSession
 from megatron_fssdp.report.measures import shown_runs
 from megatron_fssdp.report.page import Page
 from megatron_fssdp.report.run_page import run_page
 
-from ..browser import WIDTHS, Browser, needs_browser
 from .made_runs import write_made_run
 from .made_simulation import made_simulation_page
 
-pytestmark = needs_browser
 
-
-def page_of_a_run(folder: Path) -> Page:
+def page_of_a_run(folder):
     sizes = {"num_iterations": 12, "num_layers": 4, "num_experts": 32, "num_devices": 16}
     sizes |= {"num_micro_batches": 4}
     return run_page(shown_runs([write_made_run(folder / "hecate-gpt-moe-s", **sizes)]))
 
 
-def page_of_three_runs(folder: Path) -> Page:
+def page_of_three_runs(folder):
     """The last run was resumed with another strategy, and its ranks share cores."""
     shared = {"ranks": 4, "cores": 2}
     starts = {1: RunSession("ep", 60, **shared), 21: RunSession("fssdp", 80, **shared)}
@@ -39,7 +37,7 @@ PAGES: dict[str, Callable[[Path], Page]] = {
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_nothing_is_wrong_with_a_page(name: str, browser: Browser, tmp_path: Path) -> None:
+def test_nothing_is_wrong_with_a_page(name, browser, tmp_path):
     path = tmp_path / "page.html"
     PAGES[name](tmp_path).write(path)
     for width in WIDTHS if name == "run" else WIDTHS[::2]:

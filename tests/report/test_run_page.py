@@ -1,6 +1,5 @@
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,28 +25,28 @@ SECTIONS = [
 LOSS, TIME, LOAD, EXPERTS, REPLICAS, FIGURES = SECTIONS
 
 
-def page_of(*folders: Path) -> PageParts:
+def page_of(*folders):
     return PageParts(run_page(shown_runs(folders)).html)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_made_run(tmp_path_factory.mktemp("runs") / "fssdp-1")
 
 
 @pytest.fixture(scope="module")
-def page(folder: Path) -> PageParts:
+def page(folder):
     return page_of(folder)
 
 
-def test_the_page_has_all_sections_and_loads_nothing_from_elsewhere(page: PageParts) -> None:
+def test_the_page_has_all_sections_and_loads_nothing_from_elsewhere(page):
     assert page.anchors == SECTIONS
     assert set(page.addresses) == {"data:,", *(f"#{anchor}" for anchor in SECTIONS)}
     assert not re.search(r"url\(|@import", "".join(page.styles))
     assert "Busiest device, mean of layers" in page.texts[LOAD]  # titles are text above the figures
 
 
-def test_figures_equal_the_records(page: PageParts, folder: Path) -> None:
+def test_figures_equal_the_records(page, folder):
     metrics = read_metrics(folder)
     (loss,) = page.figures[LOSS][0]["data"]
     np.testing.assert_array_equal(unpacked(loss["x"]), [1, 2, 3, 4, 5])
@@ -69,7 +68,7 @@ def test_figures_equal_the_records(page: PageParts, folder: Path) -> None:
     assert f"{metrics[-1].lm_loss:.4f}" in page.texts[FIGURES]
 
 
-def test_replicas_are_shown_beside_the_loads(page: PageParts, folder: Path) -> None:
+def test_replicas_are_shown_beside_the_loads(page, folder):
     placements = read_placements(folder)
     replicas_ILE = placements.present_ILED.sum(axis=3) - 1
     assert replicas_ILE.any()
@@ -77,7 +76,7 @@ def test_replicas_are_shown_beside_the_loads(page: PageParts, folder: Path) -> N
         np.testing.assert_array_equal(unpacked(trace["z"]), replicas_ILE[:, layer].T)
 
 
-def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
+def test_runs_are_compared_with_the_first(tmp_path):
     ep = write_made_run(tmp_path / "ep", "ep")
     fssdp = write_made_run(tmp_path / "fssdp")
     again = write_made_run(tmp_path / "again", "fssdp", num_iterations=7, seed=1)
@@ -96,7 +95,7 @@ def test_runs_are_compared_with_the_first(tmp_path: Path) -> None:
     assert "fssdp: experts moved to new owners 1 time." in page.texts[REPLICAS]
 
 
-def test_stops_are_shown(tmp_path: Path) -> None:
+def test_stops_are_shown(tmp_path):
     folder = write_made_run(tmp_path / "x")
     with (folder / "log.txt").open("a") as log:
         log.write("[fssdp] stopped after iteration 3: rank 1: killed by SIGKILL\n")
@@ -104,7 +103,7 @@ def test_stops_are_shown(tmp_path: Path) -> None:
     assert "stopped after iteration 3: rank 1: killed by SIGKILL" in page.texts["interruptions"]
 
 
-def test_loads_between_micro_batches_are_shown(tmp_path: Path) -> None:
+def test_loads_between_micro_batches_are_shown(tmp_path):
     folder = write_made_run(tmp_path / "x", num_micro_batches=3)
     page = page_of(folder, write_made_run(tmp_path / "y"))  # with one micro-batch, which has no file
     assert page.anchors == [*SECTIONS[:3], "between-micro-batches", *SECTIONS[3:]]
@@ -116,7 +115,7 @@ def test_loads_between_micro_batches_are_shown(tmp_path: Path) -> None:
     assert "micro_batch_loads.npy: damaged" in page_of(folder).texts["files-that-cannot-be-read"]
 
 
-def test_predicted_and_seen_gains_of_auto_are_shown(tmp_path: Path) -> None:
+def test_predicted_and_seen_gains_of_auto_are_shown(tmp_path):
     folder = write_made_run(tmp_path / "auto", "auto", num_iterations=8)
     records = read_metrics(folder)
     selections = {
@@ -137,7 +136,7 @@ def test_predicted_and_seen_gains_of_auto_are_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_iterations", [1, 900])
-def test_pages_of_short_and_long_runs(num_iterations: int, tmp_path: Path) -> None:
+def test_pages_of_short_and_long_runs(num_iterations, tmp_path):
     sizes = {"num_layers": 3, "num_experts": 64, "num_devices": 16}
     html = run_page(shown_runs([write_made_run(tmp_path, num_iterations=num_iterations, **sizes)])).html
     assert len(html) < 12e6
@@ -150,7 +149,7 @@ def test_pages_of_short_and_long_runs(num_iterations: int, tmp_path: Path) -> No
     assert ("each point is the mean of 2" in x_title) is (num_iterations > 600)
 
 
-def test_the_page_says_what_was_not_recorded(tmp_path: Path) -> None:
+def test_the_page_says_what_was_not_recorded(tmp_path):
     writer = MetricsWriter(tmp_path / "none")
     writer.append(IterationMetrics(1, 2.0, None, 1.0, 10.0))
     page = page_of(tmp_path / "none")
@@ -168,7 +167,7 @@ def test_the_page_says_what_was_not_recorded(tmp_path: Path) -> None:
     assert len(page.figures[LOAD]) == 2
 
 
-def test_names_are_escaped_in_the_page(tmp_path: Path) -> None:
+def test_names_are_escaped_in_the_page(tmp_path):
     folder = write_made_run(tmp_path / "<b>&'\"")
     (folder / "config.yaml").write_text("strategy: {name: '</script><script>alert(1)</script>'}\n")
     page = page_of(folder, write_made_run(tmp_path / "ep", "ep"))

@@ -1,9 +1,7 @@
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 
 from megatron_fssdp.report.measures import comparison_table, shown_runs
 from megatron_fssdp.report.page import terminal_table
@@ -14,20 +12,20 @@ from .made_runs import write_made_run
 from .made_simulation import made_simulation
 
 
-def test_balanced_loads_and_too_little_memory_are_named() -> None:
+def test_balanced_loads_and_too_little_memory_are_named():
     sentence = simulation_headline(ranking("ep", "prophet", popular=4))
     assert sentence.startswith("Simulated: no simulated strategy is faster than ep, which takes ")
     sentence = simulation_headline(ranking("ep", memory_bytes=100))
     assert "no strategy fits into the memory of a device. ep needs " in sentence
 
 
-def test_parm_equals_ep_and_says_so() -> None:
+def test_parm_equals_ep_and_says_so():
     report = ranking("ep", "parm")
     assert report.steady_s(report.rows[1].outcome) == pytest.approx(report.plain_s)
     assert any(note.startswith("parm equals ep here") for note in report.notes)
 
 
-def shown(table: Table) -> str:
+def shown(table):
     """Return a table in 80 columns as text, after a check that no line is longer and nothing is cut."""
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table)
@@ -37,7 +35,7 @@ def shown(table: Table) -> str:
     return text
 
 
-def test_the_ranking_shows_every_cell() -> None:
+def test_the_ranking_shows_every_cell():
     report = made_simulation()[0]
     table = report.table
     first, second = (shown(one) for one in report.terminal_tables())
@@ -49,7 +47,7 @@ def test_the_ranking_shows_every_cell() -> None:
             assert texts[name] in second
 
 
-def test_comparisons_show_every_name(tmp_path: Path) -> None:
+def test_comparisons_show_every_name(tmp_path):
     names = ("ep", "fssdp", "quota", "prophet", "fastermoe")
     folders = [write_made_run(tmp_path / name, name) for name in names]
     text = shown(terminal_table(comparison_table(shown_runs(folders))))

@@ -1,7 +1,6 @@
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,22 +15,22 @@ LINES = "    import megatron_fssdp\n    megatron_fssdp.register()"
 HUNK = re.compile(r"^@@ -(?P<after>\d+),0 \+(?P<first>\d+),(?P<count>\d+) @@$")
 
 
-def field(diff: Path, name: str) -> str:
+def field(diff, name):
     found = re.search(rf"^{name}: (.+)$", diff.read_text(), re.MULTILINE)
     assert found is not None, f"{diff} has no line {name}:"
     return found[1]
 
 
-def run(*arguments: object, **options) -> subprocess.CompletedProcess:
+def run(*arguments, **options):
     command = ["bash", str(ROOT / "scripts" / "apply_patches.sh"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
-def texts(checkout: Path) -> dict[str, str]:
+def texts(checkout):
     return {name: path.read_text() for name in (*SCRIPTS, INFO) if (path := checkout / name).exists()}
 
 
-def made_up_checkout(folder: Path, diff: Path) -> Path:
+def made_up_checkout(folder, diff):
     """Build a script that a diff applies to, without any line of Megatron's."""
     places = [int(hunk["after"]) for line in diff.read_text().splitlines() if (hunk := HUNK.match(line))]
     for script, place in zip(SCRIPTS, places, strict=True):
@@ -46,18 +45,18 @@ def made_up_checkout(folder: Path, diff: Path) -> Path:
 
 
 @pytest.fixture(params=DIFFS, ids=lambda path: path.stem)
-def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def checkout(request, tmp_path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)  # a repository around it must not matter
     return made_up_checkout(tmp_path / "Megatron-LM", request.param)
 
 
 @pytest.fixture
-def newest(tmp_path: Path) -> Path:
+def newest(tmp_path):
     return made_up_checkout(tmp_path / "Megatron-LM", ROOT / "patches" / "main.diff")
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda path: path.stem)
-def test_the_diffs_contain_only_our_lines(diff: Path) -> None:
+def test_the_diffs_contain_only_our_lines(diff):
     lines = diff.read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("diff --git"))
     for line in lines[start:]:
@@ -65,7 +64,7 @@ def test_the_diffs_contain_only_our_lines(diff: Path) -> None:
         assert is_header or HUNK.match(line) or line == "+" or "megatron_fssdp" in line, line
 
 
-def test_a_checkout_is_patched_once_and_reverted(checkout: Path) -> None:
+def test_a_checkout_is_patched_once_and_reverted(checkout):
     before = texts(checkout)
     check = run(checkout, "--check")
     assert (check.returncode, check.stdout.count(": stock")) == (0, 2), check.stderr
@@ -97,9 +96,7 @@ def test_a_checkout_is_patched_once_and_reverted(checkout: Path) -> None:
         lambda bert: bert.unlink(),
     ],
 )
-def test_a_changed_script_is_refused_and_the_other_left_alone(
-    newest: Path, spoil: Callable[[Path], object], mode: list[str]
-) -> None:
+def test_a_changed_script_is_refused_and_the_other_left_alone(newest, spoil, mode):
     spoil(newest / SCRIPTS[1])
     before = texts(newest)
     refused = run(newest, *mode)
@@ -118,23 +115,21 @@ def test_a_changed_script_is_refused_and_the_other_left_alone(
         ([".", "--check", "--revert"], "usage"),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_code_2(
-    arguments: list[str], wanted: str, tmp_path: Path
-) -> None:
+def test_bad_arguments_are_one_line_and_exit_code_2(arguments, wanted, tmp_path):
     refused = run(*arguments, cwd=tmp_path)
     assert refused.returncode == 2
     (line,) = refused.stderr.splitlines()
     assert wanted in line
 
 
-def test_an_unknown_release_is_refused(newest: Path) -> None:
+def test_an_unknown_release_is_refused(newest):
     (newest / INFO).write_text("MAJOR = 0\nMINOR = 15\nPATCH = 3\n")
     refused = run(newest)
     assert refused.returncode == 2
     assert "is Megatron-LM 0.15, wanted 0.18 0.19 0.20; use the launcher" in refused.stderr
 
 
-def git(*arguments: object) -> subprocess.CompletedProcess:
+def git(*arguments):
     command = ["git", "-C", str(MEGATRON_LM), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
@@ -145,7 +140,7 @@ def git(*arguments: object) -> subprocess.CompletedProcess:
     [(diff, revision) for diff in DIFFS for revision in field(diff, "Tried with").split()],
     ids=lambda value: value.stem if isinstance(value, Path) else value[:12],
 )
-def test_the_patches_apply_to_megatron(diff: Path, revision: str, tmp_path: Path) -> None:
+def test_the_patches_apply_to_megatron(diff, revision, tmp_path):
     if git("cat-file", "-e", f"{revision}^{{commit}}").returncode:
         pytest.skip(f"MEGATRON_LM_PATH has no {revision}")
     for name in (*SCRIPTS, INFO):

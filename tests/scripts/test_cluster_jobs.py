@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -135,7 +134,7 @@ SCONTROL = """
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(RUN))
     return path
@@ -144,7 +143,7 @@ def config(tmp_path: Path) -> Path:
 class Slurm:
     """A project folder with stand-ins for programs, and the environment variables of a job."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.project = folder / "project"
         self.bin = self.project / ".venv" / "bin"
         self.bin.mkdir(parents=True)
@@ -158,20 +157,20 @@ class Slurm:
         self._program("megatron-fssdp", PRINTED)
         self.out = folder / "out"
 
-    def use_the_real_cli(self) -> None:
+    def use_the_real_cli(self):
         cli = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom megatron_fssdp.cli import app\napp.main()"
         self._program("megatron-fssdp", cli)
 
-    def ranks_add(self, step: int) -> None:
+    def ranks_add(self, step):
         for node in range(2):
             self._program(f"rank-{node}", RANK.replace("STEP", str(step)))
 
-    def _program(self, name: str, code: str) -> None:
+    def _program(self, name, code):
         path = self.bin / name
         path.write_text(f"#!{sys.executable}\n{textwrap.dedent(code)}")
         path.chmod(0o755)
 
-    def submit(self, config: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    def submit(self, config, *arguments, **env):
         """Run a copy of the batch file on the first node, as Slurm does."""
         variables = {
             **{"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"},
@@ -182,20 +181,20 @@ class Slurm:
         return subprocess.run(words, env=environment, capture_output=True, text=True)
 
     @property
-    def requeues(self) -> list[str]:
+    def requeues(self):
         log = self.bin / "scontrol.log"
         return log.read_text().splitlines() if log.exists() else []
 
-    def torchrun(self, node: int) -> str:
+    def torchrun(self, node):
         return (self.bin / f"torchrun-{node}").read_text()
 
 
 @pytest.fixture
-def slurm(tmp_path: Path) -> Slurm:
+def slurm(tmp_path):
     return Slurm(tmp_path)
 
 
-def test_a_slurm_job_requeues_until_the_run_is_finished(slurm: Slurm, config: Path) -> None:
+def test_a_slurm_job_requeues_until_the_run_is_finished(slurm, config):
     first = slurm.submit(config, "--moe-strategy", "quota")
     assert first.returncode == 0, first.stderr
     assert "got SIGUSR1" in first.stderr
@@ -227,7 +226,7 @@ def test_a_slurm_job_requeues_until_the_run_is_finished(slurm: Slurm, config: Pa
 
 
 @pytest.mark.slow
-def test_data_that_does_not_exist_is_built_before_the_ranks_start(slurm: Slurm, config: Path) -> None:
+def test_data_that_does_not_exist_is_built_before_the_ranks_start(slurm, config):
     slurm.use_the_real_cli()
     of_data = ("mock_data", "tokenizer_type", "vocab_size")
     training = {key: value for key, value in RUN["training"].items() if key not in of_data}
@@ -240,13 +239,13 @@ def test_data_that_does_not_exist_is_built_before_the_ranks_start(slurm: Slurm, 
     assert slurm.torchrun(0).startswith("--nnodes=2")
 
 
-def test_a_signal_to_all_processes_ends_all_ranks(slurm: Slurm, config: Path) -> None:
+def test_a_signal_to_all_processes_ends_all_ranks(slurm, config):
     done = slurm.submit(config, SIGNALED="all")
     assert done.returncode == 0, done.stderr
     assert slurm.requeues == ["requeue 4711"]
 
 
-def test_a_job_without_progress_is_not_requeued_forever(slurm: Slurm, config: Path) -> None:
+def test_a_job_without_progress_is_not_requeued_forever(slurm, config):
     slurm.ranks_add(0)
     done = slurm.submit(config)
     assert done.returncode == 2
@@ -254,7 +253,7 @@ def test_a_job_without_progress_is_not_requeued_forever(slurm: Slurm, config: Pa
     assert slurm.requeues == []
 
 
-def test_bad_input_is_reported_once_by_the_first_node(slurm: Slurm, config: Path) -> None:
+def test_bad_input_is_reported_once_by_the_first_node(slurm, config):
     slurm.use_the_real_cli()
     done = slurm.submit(config, "--moe-strategy", "fsdp")
     assert done.returncode == 2
@@ -262,7 +261,7 @@ def test_bad_input_is_reported_once_by_the_first_node(slurm: Slurm, config: Path
     assert slurm.requeues == []
 
 
-def test_missing_requirements_of_a_node_are_named(config: Path, tmp_path: Path) -> None:
+def test_missing_requirements_of_a_node_are_named(config, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
     environment |= {"NUM_NODES": "2", "RANKS_PER_NODE": "1"}
     words = ["bash", NODE, config, tmp_path / "out"]
@@ -272,14 +271,14 @@ def test_missing_requirements_of_a_node_are_named(config: Path, tmp_path: Path) 
 
 
 @pytest.fixture
-def two_nodes(tmp_path: Path) -> Iterator[TwoNodes]:
+def two_nodes(tmp_path):
     with TwoNodes(tmp_path, train_iters=300) as nodes:
         yield nodes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_run_on_two_emulated_nodes_stops_early_and_resumes(two_nodes: TwoNodes, ending: int) -> None:
+def test_a_run_on_two_emulated_nodes_stops_early_and_resumes(two_nodes, ending):
     """Megatron's training loop runs; one node gets the signal, and its rank tells the other node's rank."""
     two_nodes.start()
     metrics = two_nodes.out / "metrics.jsonl"

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def run(words: list[str], folder: Path, **variables: str) -> str:
+def run(words, folder, **variables):
     """Run a command in an empty folder with the tools of this Python, and return its standard output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     cpu = {"PATH": path, "PYTHONPATH": str(ROOT), "MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
@@ -19,12 +19,12 @@ def run(words: list[str], folder: Path, **variables: str) -> str:
     return done.stdout
 
 
-def test_the_python_api_has_a_help_without_ranks(tmp_path: Path) -> None:
+def test_the_python_api_has_a_help_without_ranks(tmp_path):
     assert "torchrun" in run([sys.executable, str(EXAMPLES / "python_api" / "train.py"), "--help"], tmp_path)
 
 
 @pytest.mark.slow
-def test_the_python_api_trains_without_the_launcher(tmp_path: Path) -> None:
+def test_the_python_api_trains_without_the_launcher(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     out = run([*torchrun, str(EXAMPLES / "python_api" / "train.py")], tmp_path)
     losses = [float(line.split()[3].rstrip(",")) for line in out.splitlines() if line.startswith("iteration")]
@@ -33,6 +33,6 @@ def test_the_python_api_trains_without_the_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_data_becomes_a_run_with_a_page(tmp_path: Path) -> None:
+def test_own_data_becomes_a_run_with_a_page(tmp_path):
     run(["bash", str(EXAMPLES / "own_data" / "run.sh")], tmp_path, ITERS="3")
     assert (tmp_path / "runs" / "own_data" / "run" / "report.html").is_file()

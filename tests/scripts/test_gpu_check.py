@@ -5,7 +5,6 @@ import sys
 import textwrap
 import time
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,18 @@ from tests.support.python_process import is_running
 ROOT = Path(__file__).parents[2]
 
 
-def step(name: str, code: str, limit_s: float = 60, **more: Any) -> Step:
+def step(name, code, limit_s=60, **more):
     return Step(name, (sys.executable, "-c", textwrap.dedent(code)), limit_s, **more)
 
 
-def run(one: Step, logs: Path) -> Step:
+def run(one, logs):
     running = one.start(logs)
     while (done := running.ended()) is None:
         time.sleep(0.05)
     return done
 
 
-def test_a_failing_step_says_why(tmp_path: Path) -> None:
+def test_a_failing_step_says_why(tmp_path):
     failed = run(step("bad", "print('the reason'); raise SystemExit(7)"), tmp_path)
     assert (failed.verdict, failed.reason) == ("failed", "exit code 7; its last line: the reason")
     torchrun = run(step("ranks", "print('  exitcode  : 3 (pid: 9)'); raise SystemExit(1)"), tmp_path)
@@ -44,7 +43,7 @@ def test_a_failing_step_says_why(tmp_path: Path) -> None:
     assert "cannot be started" in unknown.reason
 
 
-def test_a_hanging_step_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+def test_a_hanging_step_is_ended_with_all_its_processes(tmp_path):
     """The child has a session of its own, as torchrun's ranks have, and its parent is killed first."""
     code = """
         import subprocess, sys, time
@@ -63,7 +62,7 @@ def test_a_hanging_step_is_ended_with_all_its_processes(tmp_path: Path) -> None:
     assert not is_running(child)
 
 
-def record(folder: Path, losses: list[float]) -> Path:
+def record(folder, losses):
     folder.mkdir()
     entry = {"rank_peak_bytes": [1 << 30], "layers": [{"num_replicas": 3}], "resharded_experts": 1}
     lines = [json.dumps({"lm_loss": loss, **entry}) + "\n" for loss in losses]
@@ -82,7 +81,7 @@ def record(folder: Path, losses: list[float]) -> Path:
         ([], "no losses were recorded"),
     ],
 )
-def test_losses_are_compared_with_those_of_none(losses: list[float], problem: str, tmp_path: Path) -> None:
+def test_losses_are_compared_with_those_of_none(losses, problem, tmp_path):
     baseline = record(tmp_path / "none", [8.0, 4.0])
     row = gpu_parity.compared("ep", "fp32", record(tmp_path / "ep", losses), baseline)
     assert row["problem"] == problem
@@ -90,14 +89,14 @@ def test_losses_are_compared_with_those_of_none(losses: list[float], problem: st
         assert (row["num_replicas"], row["num_resharded"], row["peak_gib"]) == (3, len(losses), 1.0)
 
 
-def test_every_strategy_is_trained_after_its_baseline() -> None:
+def test_every_strategy_is_trained_after_its_baseline():
     shipped = {name for name, entry in STRATEGIES.items() if entry.package == SHIPPED}
     assert {strategy for strategy, _ in gpu_parity.CASES.values()} == shipped
     assert next(iter(gpu_parity.CASES)) == "none"
 
 
 @pytest.mark.parametrize("device", ["cuda", "one-card", "virtual"])
-def test_benchmarks_know_the_options_that_they_get(device: str, tmp_path: Path) -> None:
+def test_benchmarks_know_the_options_that_they_get(device, tmp_path):
     steps = gpu_check.check_steps(ROOT, tmp_path, 4, device)
     of_benchmarks = [one.command for one in steps if one.command[1].startswith(str(ROOT / "benchmarks"))]
     assert {Path(words[1]).stem for words in of_benchmarks} == {
@@ -112,14 +111,14 @@ def test_benchmarks_know_the_options_that_they_get(device: str, tmp_path: Path) 
         assert [option for option in options if f'"{option}"' not in script] == []
 
 
-def written(out: Path, results: Mapping[str, Any]) -> None:
+def written(out, results):
     for name in ("logs", "results"):
         (out / name).mkdir(exist_ok=True)
     for name, result in results.items():
         (out / "results" / name).write_text(json.dumps(result))
 
 
-def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
+def test_the_page_has_verdict_losses_times_and_memory(tmp_path):
     row = {"case": "fssdp", "precision": "bf16", "losses": [8.0, 4.5], "difference": 2e-7, "problem": ""}
     row |= {"num_replicas": 3, "num_resharded": 0, "peak_gib": 1.5}
     row |= {"predicted": "…, replicas at most 1.4 <GiB> (…)"}
@@ -149,25 +148,21 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path: Path) -> None:
     assert "nothing about speed" in virtual
 
 
-def check(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str, gpus: int = 2) -> int:
+def check(monkeypatch, out, *words, gpus=2):
     monkeypatch.setattr(gpu_check, "num_gpus", lambda: gpus)
     monkeypatch.setattr(sys, "argv", ["gpu_check.sh", "--root", str(ROOT), "--out", str(out), *words])
     return gpu_check.main()
 
 
 @pytest.mark.parametrize(("gpus", "device", "ranks"), [(1, "one-card", 4), (2, "cuda", 2), (8, "cuda", 8)])
-def test_ranks_share_a_single_card(
-    gpus: int, device: str, ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_share_a_single_card(gpus, device, ranks, monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(gpu_check, "check", lambda out, steps, *rest: seen.append(rest) or 0)
     assert check(monkeypatch, tmp_path, gpus=gpus) == 0
     assert seen == [(ranks, device)]
 
 
-def test_a_failing_step_does_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_failing_step_does_not_stop_the_others(monkeypatch, capsys, tmp_path):
     out = tmp_path / "out"
     code = f"import pathlib; pathlib.Path({str(out / 'results' / 'last.json')!r}).write_text('[]')"
     steps = [step("doctor", ""), step("first", "raise SystemExit(1)"), step("last", code)]
@@ -184,9 +179,7 @@ def test_a_failing_step_does_not_stop_the_others(
     assert check(monkeypatch, out) == 0, "the folder of an earlier check is used again"
 
 
-def test_trainings_run_side_by_side_but_for_their_baseline(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_trainings_run_side_by_side_but_for_their_baseline(monkeypatch, capsys, tmp_path):
     """The two steps in the middle end only if both run at once. The others run alone."""
     code = """
         import pathlib, sys, time
@@ -209,9 +202,7 @@ def test_trainings_run_side_by_side_but_for_their_baseline(
     assert said[6:8] == ["[ 4/4] end", "end: passed"]
 
 
-def test_bad_input_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line(monkeypatch, capsys, tmp_path):
     assert check(monkeypatch, tmp_path / "a", gpus=0) == 2
     assert "got no CUDA device that torch can use" in capsys.readouterr().err
     (tmp_path / "mine.txt").touch()
@@ -220,9 +211,7 @@ def test_bad_input_is_one_line(
     assert (tmp_path / "mine.txt").exists()
 
 
-def test_single_steps_run_without_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_single_steps_run_without_the_others(monkeypatch, capsys, tmp_path):
     steps = [step("doctor", "raise SystemExit(1)"), step("first", ""), step("last", "")]
     monkeypatch.setattr(gpu_check, "check_steps", lambda *_, **__: list(steps))
     for _ in range(2):  # The folder of an earlier check is used again.
@@ -232,7 +221,7 @@ def test_single_steps_run_without_the_others(
     assert "--step frist: is no step" in capsys.readouterr().err
 
 
-def test_refused_trainings_must_be_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_refused_trainings_must_be_refused(monkeypatch, tmp_path):
     said = {"output": "", "code": 1}
     done = lambda command, **_: subprocess.CompletedProcess(command, said["code"], said["output"])  # noqa: E731
     monkeypatch.setattr(gpu_parity.subprocess, "run", done)
@@ -247,7 +236,7 @@ def test_refused_trainings_must_be_refused(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_whole_check_passes_on_virtual_devices(tmp_path: Path) -> None:
+def test_the_whole_check_passes_on_virtual_devices(tmp_path):
     words = ["bash", ROOT / "scripts" / "gpu_check.sh", "--virtual", "--python", sys.executable]
     done = subprocess.run(
         [*words, "--out", tmp_path / "out"], capture_output=True, text=True, cwd=ROOT, timeout=3500

@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 OWN_TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
-def package(folder: Path, name: str, version: str, needs: str = "") -> Path:
+def package(folder, name, version, needs=""):
     """Make an installed package of metadata alone, or a wheel if the folder is named so."""
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     metadata += f"Requires-Dist: {needs}\n" if needs else ""
@@ -29,9 +29,7 @@ def package(folder: Path, name: str, version: str, needs: str = "") -> Path:
     return folder / inner
 
 
-def test_packages_of_the_machine_stay_unless_they_do_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_of_the_machine_stay_unless_they_do_not_fit(tmp_path, monkeypatch):
     here, wheels = tmp_path / "here", tmp_path / "wheels"
     wheels.mkdir()
     package(here, "fits", "1.5")
@@ -48,7 +46,7 @@ def test_packages_of_the_machine_stay_unless_they_do_not_fit(
     assert lacking(wheels.iterdir()) == wanted
 
 
-def test_the_bundle_has_all_packages_but_those_of_torch() -> None:
+def test_the_bundle_has_all_packages_but_those_of_torch():
     printed = python_output(SCRIPTS / "bundled_packages.py").splitlines()
     names = {line.partition("==")[0] for line in printed}
     assert {"megatron-core", "numpy", "pydantic", "plotly", "pytest", "iniconfig"} <= names
@@ -63,7 +61,7 @@ def test_the_bundle_has_all_packages_but_those_of_torch() -> None:
         (OWN_TAG, "no-such-python", "got no torch"),
     ],
 )
-def test_the_check_unpacks_wheels_of_its_python(tag: str, python: str, message: str, tmp_path: Path) -> None:
+def test_the_check_unpacks_wheels_of_its_python(tag, python, message, tmp_path):
     bundle = tmp_path / "bundle"
     (bundle / "wheels").mkdir(parents=True)
     with zipfile.ZipFile(bundle / "wheels" / f"small-1.0-{tag}-{tag}-linux_x86_64.whl", "w") as wheel:

@@ -15,7 +15,7 @@ from megatron_fssdp.strategies.layer_plan import LayerPlan
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "docs"
 
 
-def test_messages_are_those_that_the_runtime_posts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_those_that_the_runtime_posts(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     scale = importlib.import_module("scale")
     job, _ = scale.stage_of("Mixtral 8x22B", 64)
@@ -29,7 +29,7 @@ def test_messages_are_those_that_the_runtime_posts(monkeypatch: pytest.MonkeyPat
     cluster = load_cluster("h200").model_copy(update={"devices_per_node": 4})
     rule = job.messages(cluster)
 
-    def posted(num_bytes: int, device: int, *, is_gather: bool) -> int:
+    def posted(num_bytes, device, *, is_gather):
         each = rule.message_bytes(num_bytes, hops, is_far=True)
         steps = steps_of(plan.transfer, device, -(-num_bytes // each), is_gather=is_gather)
         return sum(len(step.sends) for step in steps)
@@ -45,7 +45,7 @@ def test_messages_are_those_that_the_runtime_posts(monkeypatch: pytest.MonkeyPat
     assert found_XD[2].sum() == pytest.approx(placement.num_replicas * elements * (2 + 4) / 2**30)
 
 
-def test_a_stage_has_all_devices_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_has_all_devices_and_layers(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     scale = importlib.import_module("scale")
     for model in scale.MODELS:

@@ -1,14 +1,13 @@
 import html
 import importlib
 import re
-from pathlib import Path
-from types import ModuleType
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
 
-from ..browser import WIDTHS, Browser, needs_browser
+from devtools.browser import WIDTHS
+
 from ..support.python_process import ROOT, python_output, run_python
 
 DOCS = ROOT / "docs"
@@ -22,26 +21,26 @@ LOADED_FROM_ELSEWHERE = re.compile(
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site") / "site"
     python_output(SCRIPTS / "build_site.py", folder)
     return folder
 
 
-def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(name, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module(name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name + "-" + page.name)
-def test_links_lead_to_files_of_the_repository(page: Path) -> None:
+def test_links_lead_to_files_of_the_repository(page):
     """Also without a build, as on GitHub."""
     links = [unquote(link["path"]) for link in LINK.finditer(page.read_text(encoding="utf-8"))]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
 
 
-def test_links_and_places_on_the_site_exist(site: Path) -> None:
+def test_links_and_places_on_the_site_exist(site):
     pages = {page: page.read_text("utf-8") for page in site.rglob("*.html") if page.name != "404.html"}
     places = {
         page: set(re.findall(r"\s(?:id|name)=[\"']?([^\"'\s>]+)", text)) for page, text in pages.items()
@@ -63,12 +62,12 @@ def test_links_and_places_on_the_site_exist(site: Path) -> None:
 @pytest.mark.parametrize(
     "page", sorted(DOCS.glob("*.md")), ids=lambda page: page.parent.name + "-" + page.name
 )
-def test_generated_parts_are_fresh(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_parts_are_fresh(page, monkeypatch):
     text = page.read_text(encoding="utf-8")
     assert script("tables", monkeypatch).written(text) == text, "run `python scripts/docs/tables.py`"
 
 
-def test_the_picture_shows_what_the_strategy_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_picture_shows_what_the_strategy_decides(monkeypatch, tmp_path):
     drawer = script("strategy_picture", monkeypatch)
     drawer.write(tmp_path / "drawn.svg")
     drawn, kept = (
@@ -79,15 +78,14 @@ def test_the_picture_shows_what_the_strategy_decides(monkeypatch: pytest.MonkeyP
     assert drawn == kept, "run `python scripts/docs/strategy_picture.py`"
 
 
-def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_replaced(tmp_path):
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     assert run_python(SCRIPTS / "build_site.py", tmp_path).returncode == 2
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
-@needs_browser
 @pytest.mark.parametrize("pages", ["index.html", pytest.param("*.html", marks=pytest.mark.slow)])
-def test_nothing_overlaps_in_a_browser(site: Path, pages: str, browser: Browser) -> None:
+def test_nothing_overlaps_in_a_browser(site, pages, browser):
     # The page of a wrong address has links from the root of a server, which a folder does not have.
     for page in sorted(page for page in site.rglob(pages) if page.name != "404.html"):
         for width in WIDTHS:

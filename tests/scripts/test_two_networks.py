@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +30,7 @@ ITERATIONS, SAVED_EVERY = 40, 5
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[NodeCommands]:
+def network():
     if os.geteuid() != 0:
         pytest.skip("only root may enter the namespaces of another process")
     if refusal := namespaces_refusal():
@@ -41,14 +39,14 @@ def network() -> Iterator[NodeCommands]:
         yield nodes
 
 
-def losses(run: TwoNodes) -> list[float]:
+def losses(run):
     records = read_metrics(run.out)
     assert [record.iteration for record in records] == list(range(1, ITERATIONS + 1))
     return [record.lm_loss for record in records]
 
 
 @pytest.fixture(scope="module")
-def one_node(network: NodeCommands, tmp_path_factory: pytest.TempPathFactory) -> TwoNodes:
+def one_node(network, tmp_path_factory):
     """Train with the same ranks on one node."""
     folder = tmp_path_factory.mktemp("one")
     with TwoNodes(folder, network.on, train_iters=ITERATIONS) as run:
@@ -57,9 +55,7 @@ def one_node(network: NodeCommands, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def test_two_nodes_train_with_the_losses_of_one(
-    one_node: TwoNodes, network: NodeCommands, tmp_path: Path
-) -> None:
+def test_two_nodes_train_with_the_losses_of_one(one_node, network, tmp_path):
     with TwoNodes(tmp_path, network.on, train_iters=ITERATIONS) as run:
         run.start(**ON_NETWORK)
         assert run.exit_codes() == [0, 0], run.said()
@@ -71,7 +67,7 @@ def test_two_nodes_train_with_the_losses_of_one(
     assert not any(layer.cross_node_tokens for layer in read_metrics(one_node.out)[0].layers)
 
 
-def test_a_node_that_died_rejoins_the_run(one_node: TwoNodes, network: NodeCommands, tmp_path: Path) -> None:
+def test_a_node_that_died_rejoins_the_run(one_node, network, tmp_path):
     """The other node restarts its ranks and waits for it; both resume from the last checkpoint."""
     with TwoNodes(tmp_path, network.on, train_iters=ITERATIONS, save_interval=SAVED_EVERY) as run:
         run.start(**ON_NETWORK, MAX_RESTARTS="2")
@@ -91,7 +87,7 @@ def test_a_node_that_died_rejoins_the_run(one_node: TwoNodes, network: NodeComma
     assert run.num_iterations() == ITERATIONS, "the repeated iterations replace the lost ones"
 
 
-def kill_node(network: NodeCommands, node: int) -> None:
+def kill_node(network, node):
     """Kill a node's torchrun, ranks and script at once, as a power cut does."""
     words = ["nsenter", "--target", str(network.keeper), "--net", "--mount", "--"]
     words += ["ip", "netns", "pids", NodeCommands.name(node)]

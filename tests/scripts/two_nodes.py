@@ -4,10 +4,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import yaml
 
@@ -37,9 +35,7 @@ class TwoNodes:
     ``settings`` are those of the section ``training``.
     """
 
-    def __init__(
-        self, folder: Path, prefix: Callable[[int], list[str]] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, folder, prefix=None, **settings):
         self.folder, self.out, self.config = folder, folder / "out", folder / "two_nodes.yaml"
         self.config.write_text(yaml.safe_dump({**RUN, "training": {**RUN["training"], **settings}}))
         self.prefix = prefix or (lambda node: [])
@@ -89,9 +85,7 @@ class TwoNodes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()  # which the ranks obey

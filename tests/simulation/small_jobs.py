@@ -15,9 +15,7 @@ def settings_of(name: str, **keys: object) -> StrategySettings:
     return strategy_settings(name, dict(keys), "test")
 
 
-def cluster_of(
-    *, nodes: int = 1, per_node: int = 2, near_alpha_s: float = 0.0, far_alpha_s: float = 0.0, **more: object
-) -> ClusterDescription:
+def cluster_of(*, nodes=1, per_node=2, near_alpha_s=0.0, far_alpha_s=0.0, **more):
     """Links of 1,000 bytes/s inside a node and a NIC of 100 for all of it, 10 expert FLOP/s, 5 others."""
     return ClusterDescription.model_validate(
         {
@@ -50,7 +48,7 @@ def job_of(*, devices: int = 2, experts: int = 2, layers: int = 1, **more: objec
         "before_layer_flops_L": (0.0,) * layers,
         "before_gate_flops_L": (20.0,) * layers,
     }
-    return MoeJob(**(keys | more))  # type: ignore[arg-type]
+    return MoeJob(**(keys | more))
 
 
 def ranking(*names: str, num_iterations: int = 12, popular: int = 100, **cluster: object) -> SimulationReport:

@@ -14,7 +14,7 @@ HIDDEN = {"hidden_bytes": 100.0}
 LOADS = np.array([[[[6, 2], [6, 2]]]], np.int32)
 
 
-def test_tensor_parallel_blocks_gather_and_scatter_in_both_passes() -> None:
+def test_tensor_parallel_blocks_gather_and_scatter_in_both_passes():
     """Three peers send a part of 100 bytes each at 1,000 bytes/s: 0.3 s a collective, 0.6 s a block."""
     sizes = DenseMessages(tensor_size=4, dense_layers=((1, 0), (2, 1)), **HIDDEN)
     found = RankLinks(cluster_of(per_node=4)).dense_seconds(sizes)
@@ -35,9 +35,7 @@ def test_tensor_parallel_blocks_gather_and_scatter_in_both_passes() -> None:
         (2, 2 * 50 / 100),  # both tensor parallel ranks of a node send to the next node
     ],
 )
-def test_a_ring_of_keys_and_values_hides_behind_the_attention_of_one_step(
-    per_node: int, step_s: float
-) -> None:
+def test_a_ring_of_keys_and_values_hides_behind_the_attention_of_one_step(per_node, step_s):
     """Attention of 0.2 FLOPs takes 0.04 s, a half of it for each of two steps."""
     sizes = DenseMessages(tensor_size=2, context_size=2, keys_bytes=50.0, scores_flops=0.2, **HIDDEN)
     cluster = cluster_of(nodes=4 // per_node, per_node=per_node)
@@ -51,7 +49,7 @@ def test_a_ring_of_keys_and_values_hides_behind_the_attention_of_one_step(
 
 
 @pytest.mark.parametrize("chunks", [(1,), (1, 1)])
-def test_stages_wait_for_messages_which_an_interleaved_schedule_hides(chunks: tuple[int, ...]) -> None:
+def test_stages_wait_for_messages_which_an_interleaved_schedule_hides(chunks):
     """4 stages of 2 ranks on 4 nodes: both ranks send 100 bytes at 100 bytes/s together, 2 s a message."""
     dense = DenseMessages(stage_ranks=2, num_stages=4, **HIDDEN)
     layers, times = len(chunks), 8
@@ -65,7 +63,7 @@ def test_stages_wait_for_messages_which_an_interleaved_schedule_hides(chunks: tu
     assert found.parts_s["pipeline bubble"] == pytest.approx(bubble_s + waited_s)
 
 
-def test_each_pass_of_a_recomputed_layer_waits_for_its_messages() -> None:
+def test_each_pass_of_a_recomputed_layer_waits_for_its_messages():
     dense = DenseMessages(tensor_size=2, dense_layers=((1, 1), (1, 0)), **HIDDEN)
     job = job_of(num_micro_batches=3, dense=dense, recomputed=frozenset({0}))
     found = simulate("ep", settings_of("ep"), LOADS, cluster_of(), job)
@@ -76,7 +74,7 @@ def test_each_pass_of_a_recomputed_layer_waits_for_its_messages() -> None:
     ).mean_s == pytest.approx(3 * 0.2 * 13)
 
 
-def test_a_ring_of_gradients_shares_the_nics_with_those_of_other_groups() -> None:
+def test_a_ring_of_gradients_shares_the_nics_with_those_of_other_groups():
     links = RankLinks(cluster_of(nodes=2, per_node=4))
     assert links.reduction_s(4, 1, 300.0) == pytest.approx(2 * 3 / 4 * 300 / 1000)
     assert links.reduction_s(4, 2, 300.0) == pytest.approx(2 * 2 * 3 / 4 * 300 / 100)
@@ -90,7 +88,7 @@ def test_a_ring_of_gradients_shares_the_nics_with_those_of_other_groups() -> Non
     assert pairs.reduction_s(4, 2, 300.0) == links.reduction_s(4, 2, 300.0)
 
 
-def test_a_run_gives_the_sizes_of_its_messages() -> None:
+def test_a_run_gives_the_sizes_of_its_messages():
     cut = {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,

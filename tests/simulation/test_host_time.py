@@ -3,21 +3,21 @@ import pytest
 
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, SIZES, HostCosts
 from megatron_fssdp.planning.transfer.message_size import BATCH_HOST_S
-from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.simulator import simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
 COUNTS_ILDE = loads([[8, 0], [8, 0]], [[8, 0], [8, 0]], layers=2)
 
 
-def ms(seconds: float) -> tuple[float, ...]:
+def ms(seconds):
     return (1e3 * seconds,) * len(SIZES)
 
 
-def outcome_of(name: str, host: HostCosts | None, **job: object) -> StrategyOutcome:
+def outcome_of(name, host, **job):
     return simulate(name, settings_of(name), COUNTS_ILDE, cluster_of(), job_of(layers=2, host=host, **job))
 
 
-def test_the_device_waits_for_the_dispatch_and_for_plans_with_exact_counts() -> None:
+def test_the_device_waits_for_the_dispatch_and_for_plans_with_exact_counts():
     host = HostCosts({"quota": ms(0.01)}, {"quota": ms(0.2)}, {"quota": ms(0.03)})
     without = outcome_of("quota", None)
     found = outcome_of("quota", host)
@@ -30,7 +30,7 @@ def test_the_device_waits_for_the_dispatch_and_for_plans_with_exact_counts() -> 
     assert twice.parts_s["host"] == pytest.approx([4 * 0.23] * 2)
 
 
-def test_an_iterations_plan_is_hidden_until_the_host_is_the_bottleneck() -> None:
+def test_an_iterations_plan_is_hidden_until_the_host_is_the_bottleneck():
     without = outcome_of("ep", None).iteration_s
     assert outcome_of("ep", HostCosts({"ep": ms(0.01)})).iteration_s == pytest.approx(without)
     slow = outcome_of("ep", HostCosts({"ep": ms(100.0)}))
@@ -38,7 +38,7 @@ def test_an_iterations_plan_is_hidden_until_the_host_is_the_bottleneck() -> None
     assert slow.parts_s["host"] == pytest.approx(200.0 - without)
 
 
-def test_devices_wait_for_the_part_of_the_plans_that_each_rank_makes() -> None:
+def test_devices_wait_for_the_part_of_the_plans_that_each_rank_makes():
     # Two layers, and two devices that each plan one of them.
     found = outcome_of("prophet", HostCosts({"prophet": ms(0.3)}))
     assert found.parts_s["host"] == pytest.approx([0.3] * 2)
@@ -46,7 +46,7 @@ def test_devices_wait_for_the_part_of_the_plans_that_each_rank_makes() -> None:
     assert ("host", "plans") in {span[:2] for span in found.spans(0)}
 
 
-def test_messages_of_transfers_are_posted_by_the_host() -> None:
+def test_messages_of_transfers_are_posted_by_the_host():
     keys = {"slots": 1, "overlap_degree": 1, "overlap": False, "reshard_interval": 0}
     found = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
     # One message each for spAG and spRS of one expert, in both layers.
@@ -54,7 +54,7 @@ def test_messages_of_transfers_are_posted_by_the_host() -> None:
     assert found.of_layers("host_s").sum(axis=1) == pytest.approx([4 * BATCH_HOST_S] * 2)
 
 
-def test_measured_times_are_interpolated() -> None:
+def test_measured_times_are_interpolated():
     costs = HostCosts({"ep": (1.0, 2.0, 2.0, 2.0, 2.0, 4.0)})
     (few, many), (first, last) = SIZES[-2:], (SIZES[0], SIZES[-1])
     assert costs.of_layer("ep", *first).before_gate_s == pytest.approx(1e-3)

@@ -22,13 +22,13 @@ LAYER = LayerRecord(
 SPLIT = replace(LAYER, early=0.4)
 
 
-def run(*layers: LayerRecord) -> tuple[Lanes, list[tuple[str, str, float, float]]]:
+def run(*layers):
     spans: list[tuple[str, str, float, float]] = []
     record = IterationRecord(micro_batches=[list(layers)])
     return Lanes(lambda *span: spans.append(span)).run_iteration(record), spans
 
 
-def test_experts_in_steps_wait_for_replicas() -> None:
+def test_experts_in_steps_wait_for_replicas():
     """Replicas arrive at 5 s. The first rows need 1 s, so the exchange begins at 4 s."""
     rows = LinkTimes(1.0, 6.0)
     steps = SteppedExchange(3, between_nodes=True)
@@ -43,7 +43,7 @@ def test_experts_in_steps_wait_for_replicas() -> None:
     assert begins["experts layer 1"] == 5
 
 
-def test_two_spans_of_compute_hide_more_of_a_split_transfer_than_one() -> None:
+def test_two_spans_of_compute_hide_more_of_a_split_transfer_than_one():
     """Pro-Prophet, §V-B, Fig. 9c, for weights. Unsplit, each layer waits 5 - 3 s for them.
 
     Split, 2 s of the second layer's weights travel during the first layer's experts, so that layer waits for

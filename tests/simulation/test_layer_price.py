@@ -9,7 +9,6 @@ layer agrees as well.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
-from megatron_fssdp.planning.cost.layer_seconds import LayerPrice
 from megatron_fssdp.planning.cost.link_seconds import cluster_links, topology_of
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -47,10 +45,10 @@ class Case:
     counts_DE: np.ndarray
     context: LayerContext
 
-    def price(self) -> LayerPrice:
+    def price(self):
         return plan_price(self.plan, self.counts_DE, self.context, planned=self.planned)
 
-    def simulated_parts_s(self, num_layers: int) -> dict[str, float]:
+    def simulated_parts_s(self, num_layers):
         """Seconds of an iteration of so many layers like this one, by what they go on."""
         profile, topology = self.context.profile, self.context.topology
         assert profile is not None
@@ -70,7 +68,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw):
     """Random links, devices, loads and replicas; calibrated ones and split ones among them."""
     nodes, per_node = draw(st.sampled_from([(1, 2), (1, 4), (2, 2), (4, 1), (3, 2)]))
     devices = nodes * per_node
@@ -107,7 +105,7 @@ def cases(draw: st.DrawFn) -> Case:
     present_ED = rng.random((num_experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.5]))
     present_ED[np.arange(num_experts), owner_E] = True
 
-    def plan_of(present_ED: np.ndarray, early: float = 0.0) -> LayerPlan:
+    def plan_of(present_ED, early=0.0):
         placement = ExpertPlacement(owner_E, present_ED)
         return LayerPlan(
             placement,
@@ -135,13 +133,13 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(cluster, job, plan, planned, counts_DE, context)
 
 
-def nearly(value: Any) -> Any:
+def nearly(value):
     return pytest.approx(float(value), rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
-def test_one_more_layer_adds_its_price(case: Case) -> None:
+def test_one_more_layer_adds_its_price(case):
     fewer_s, more_s = case.simulated_parts_s(2), case.simulated_parts_s(3)
     parts_s, price = {part: more_s[part] - fewer_s[part] for part in more_s}, case.price()
     assert parts_s["other compute"] == nearly(price.before_s)

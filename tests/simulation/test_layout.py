@@ -1,5 +1,4 @@
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +8,9 @@ from hypothesis import strategies as st
 from megatron_fssdp.cli.analysis.simulated_loads import simulated_stage
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.simulation.layout import cluster_of_devices, stages_of
-from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
+from megatron_fssdp.simulation.moe_job import job_of_run
 from megatron_fssdp.simulation.simulator import simulate
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
@@ -21,9 +19,7 @@ from tests.simulation.test_simulated_properties import SEEDS, drawn_loads
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def run_of(
-    layers: int = 8, model: tuple[str, ...] = (), training: Any = (), **parallelism: object
-) -> RunConfig:
+def run_of(layers=8, model=(), training=(), **parallelism):
     keys = {
         "nproc_per_node": 16,
         "expert_model_parallel_size": 2,
@@ -37,11 +33,11 @@ def run_of(
     return load_run(["gpt_moe_tiny"], [f"model.num_layers={layers}", *model, *changes])
 
 
-def chunks_of(run: RunConfig) -> list[tuple[tuple[int, ...], ...]]:
+def chunks_of(run):
     return [stage.chunks for stage in stages_of(run)]
 
 
-def test_stages_have_the_layers_of_megatrons_rules() -> None:
+def test_stages_have_the_layers_of_megatrons_rules():
     pp2, pp4 = {"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}
     assert chunks_of(run_of(4)) == [((0, 1, 2, 3),)]
     assert chunks_of(run_of(4, **pp2)) == [((0, 1),), ((2, 3),)]
@@ -57,7 +53,7 @@ def test_stages_have_the_layers_of_megatrons_rules() -> None:
 
 
 @pytest.mark.parametrize("layout", ["Et|(tt|)*2,tm|tt|L", "E|t*3|||tt|tttL", "Ettt|t|tt|ttL"])
-def test_a_layout_has_the_layers_that_megatron_reads_from_it(layout: str) -> None:
+def test_a_layout_has_the_layers_that_megatron_reads_from_it(layout):
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     stages = stages_of(run_of(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout))
@@ -77,19 +73,19 @@ def test_a_layout_has_the_layers_that_megatron_reads_from_it(layout: str) -> Non
         (8, {"pipeline_model_parallel_layout": "Ettt|tttL"}, "has 6 layers in 2 parts, wanted 8 in"),
     ],
 )
-def test_stages_that_megatron_would_not_build_are_refused(layers: int, keys: Any, message: str) -> None:
+def test_stages_that_megatron_would_not_build_are_refused(layers, keys, message):
     with pytest.raises(ConfigurationError, match=message):
         stages_of(run_of(layers, pipeline_model_parallel_size=2, **keys))
 
 
-def test_a_run_without_pipeline_is_the_same_job_as_a_stage_with_all_layers() -> None:
+def test_a_run_without_pipeline_is_the_same_job_as_a_stage_with_all_layers():
     run = run_of()
     assert job_of_run(run, stages_of(run)[0]) == job_of_run(run)
     assert job_of_run(run).bubble == 0
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_stages_together_have_the_work_and_parameters_of_the_model(tied: bool) -> None:
+def test_the_stages_together_have_the_work_and_parameters_of_the_model(tied):
     model = (
         "model.moe_layer_freq=[0,1,0,1,1,1,0,1]",
         f"model.untie_embeddings_and_output_weights={not tied}",
@@ -97,7 +93,7 @@ def test_the_stages_together_have_the_work_and_parameters_of_the_model(tied: boo
     run = run_of(8, model, pipeline_model_parallel_size=4)
     jobs, whole = [job_of_run(run, stage) for stage in stages_of(run)], job_of_run(run)
 
-    def flops(job: MoeJob) -> float:
+    def flops(job):
         return sum(job.before_layer_flops_L) + sum(job.before_gate_flops_L) + job.after_layers_flops
 
     assert [job.num_layers for job in jobs] == [1, 1, 2, 1]
@@ -107,7 +103,7 @@ def test_the_stages_together_have_the_work_and_parameters_of_the_model(tied: boo
     assert sum(job.activation_bytes for job in jobs) == pytest.approx(whole.activation_bytes)
 
 
-def test_ranks_of_tensor_and_context_parallelism_share_tokens_and_work() -> None:
+def test_ranks_of_tensor_and_context_parallelism_share_tokens_and_work():
     cut = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}
     whole, part = job_of_run(run_of()), job_of_run(run_of(**cut))
     assert part.tokens_per_micro_batch == whole.tokens_per_micro_batch / 4
@@ -125,7 +121,7 @@ def test_ranks_of_tensor_and_context_parallelism_share_tokens_and_work() -> None
     assert (whole.expert_data_parallel_size, whole.data_parallel_size) == (8, 16)
 
 
-def test_ranks_with_parts_of_experts_are_one_device_and_gather_its_rows() -> None:
+def test_ranks_with_parts_of_experts_are_one_device_and_gather_its_rows():
     job = job_of(token_bytes=8)
     parted = replace(job, num_peers=2, token_bytes=4, expert_flops_per_token=1.5, expert_elements=25)
     counts = np.array([[[[6, 2], [6, 2]]]], np.int32)
@@ -149,9 +145,7 @@ def test_ranks_with_parts_of_experts_are_one_device_and_gather_its_rows() -> Non
 
 @examples(15)
 @given(SEEDS, st.sampled_from(["ep", "fssdp", "fastermoe"]), st.integers(1, 4), st.integers(1, 3))
-def test_equal_stages_take_their_part_of_the_seconds_and_a_bubble(
-    seed: int, name: str, stages: int, times: int
-) -> None:
+def test_equal_stages_take_their_part_of_the_seconds_and_a_bubble(seed, name, stages, times):
     micro_batches = stages * times
     counts = np.repeat(drawn_loads(seed, layers=1), 4 * stages, axis=1)
     job = job_of(devices=4, experts=8, layers=4 * stages, num_micro_batches=micro_batches)
@@ -176,9 +170,7 @@ def test_equal_stages_take_their_part_of_the_seconds_and_a_bubble(
 
 @examples(15)
 @given(SEEDS, st.sampled_from(["ep", "fssdp", "fastermoe", "quota"]), st.booleans(), st.integers(1, 3))
-def test_recomputation_adds_exactly_a_forward_pass(
-    seed: int, name: str, remat: bool, micro_batches: int
-) -> None:
+def test_recomputation_adds_exactly_a_forward_pass(seed, name, remat, micro_batches):
     counts = drawn_loads(seed)
     job = job_of(
         devices=4, experts=8, layers=2, num_micro_batches=micro_batches, before_layer_flops_L=(5.0, 5.0)
@@ -206,7 +198,7 @@ def test_recomputation_adds_exactly_a_forward_pass(
     assert second.host_s >= first.host_s
 
 
-def test_recomputed_layers_keep_their_inputs_and_the_activations_of_one() -> None:
+def test_recomputed_layers_keep_their_inputs_and_the_activations_of_one():
     whole, again, in_pairs = (
         job_of_run(run_of(4, training=keys)) for keys in ({}, UNIFORM, {**UNIFORM, "recompute_num_layers": 2})
     )
@@ -223,7 +215,7 @@ def test_recomputed_layers_keep_their_inputs_and_the_activations_of_one() -> Non
     assert again.recomputed == {0, 1, 2, 3}
 
 
-def test_the_slowest_stage_with_experts_is_simulated_or_the_one_that_is_asked_for() -> None:
+def test_the_slowest_stage_with_experts_is_simulated_or_the_one_that_is_asked_for():
     run = run_of(8, ("model.moe_layer_freq=[0,0,1,1,1,1,0,1]",), pipeline_model_parallel_size=4)
     counts = np.random.default_rng(0).multinomial(256, np.full(8, 1 / 8), size=(3, 5, 2)).astype(np.int32)
     counts[:, 2, :, 0] += 5000  # the third MoE layer, of stage 2

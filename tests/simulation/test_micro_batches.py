@@ -1,18 +1,13 @@
 """Loads that change between the micro-batches of an iteration."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.simulation import replay
-from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, simulate
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.strategy import Strategy
+from megatron_fssdp.simulation.simulator import balanced_counts, simulate
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
@@ -20,9 +15,7 @@ NAMES = [name for name, entry in STRATEGIES.items() if entry.strategy is not Non
 HOT, COLD = [[6, 2], [6, 2]], [[2, 6], [2, 6]]
 
 
-def simulated(
-    name: str, counts: np.ndarray, micro_batches: int, past: np.ndarray | None = None, **keys: Any
-) -> StrategyOutcome:
+def simulated(name, counts, micro_batches, past=None, **keys):
     devices, experts = counts.shape[-2:]
     job = job_of(
         devices=devices,
@@ -35,7 +28,7 @@ def simulated(
     return simulate(name, settings_of(name, **keys), counts, cluster_of(nodes=nodes), job, past_ILDE=past)
 
 
-def test_the_busiest_device_of_each_micro_batch_sets_its_time() -> None:
+def test_the_busiest_device_of_each_micro_batch_sets_its_time():
     changing_IZLDE = np.array([[HOT, COLD]])[:, :, None]
     found = simulated("ep", changing_IZLDE, 2)
     # In each micro-batch, one of the devices has 12 of 16 tokens, as in every one of two equal ones.
@@ -52,7 +45,7 @@ def test_the_busiest_device_of_each_micro_batch_sets_its_time() -> None:
 
 @examples(20)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(NAMES), st.sampled_from([2, 3, 5]), st.booleans())
-def test_equal_micro_batches_are_as_one_for_all(seed: int, name: str, number: int, again: bool) -> None:
+def test_equal_micro_batches_are_as_one_for_all(seed, name, number, again):
     rng = np.random.default_rng(seed)
     one_ILDE = rng.multinomial(16, rng.dirichlet(np.full(8, 0.4)), size=(5, 2, 4)).astype(np.int32)
     keys = {"rematerialize": again} if name == "fssdp" else {}
@@ -70,20 +63,18 @@ def test_equal_micro_batches_are_as_one_for_all(seed: int, name: str, number: in
 
 
 @pytest.mark.parametrize("name", ["fssdp", "quota"])
-def test_strategies_are_asked_as_by_the_runtime(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_are_asked_as_by_the_runtime(name, monkeypatch):
     """Once with the first micro-batch and the number of all, or for each one with its own counts."""
     asked: list[tuple[list[int], int]] = []
     known: list[list[list[int]]] = []
     before_gate, after_gate = replay.plan_before_gate, replay.plan_after_gate
 
-    def before(strategy: Strategy, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before(strategy, context, history):
         if not history.is_empty:
             known.append([one.sum(axis=0).tolist() for one in history.iterations_like(9)])
         return before_gate(strategy, context, history)
 
-    def after(
-        strategy: Strategy, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, number: int
-    ) -> LayerPlan:
+    def after(strategy, context, counts_DE, plan, number):
         asked.append((counts_DE.sum(axis=0).tolist(), number))
         return after_gate(strategy, context, counts_DE, plan, number)
 
@@ -102,7 +93,7 @@ def test_strategies_are_asked_as_by_the_runtime(name: str, monkeypatch: pytest.M
     assert found.of_layers("replicas").tolist() == [[1], [1]]
 
 
-def test_other_numbers_of_micro_batches_are_refused() -> None:
+def test_other_numbers_of_micro_batches_are_refused():
     counts = np.array([[HOT, COLD]])[:, :, None]
     with pytest.raises(ValueError, match="with 3 micro-batches"):
         simulated("ep", counts, 3)

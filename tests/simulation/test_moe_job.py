@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +14,11 @@ from tests.simulation.small_jobs import job_of
 TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
 
 
-def run_of(*overrides: str) -> RunConfig:
+def run_of(*overrides):
     return validate(RunConfig, apply_overrides(load_yaml(TINY), overrides), str(TINY))
 
 
-def test_the_tiny_config_gives_the_expected_job() -> None:
+def test_the_tiny_config_gives_the_expected_job():
     job = job_of_run(run_of())
     tokens = 4 * 128
     assert (job.num_devices, job.num_experts, job.top_k, job.num_micro_batches) == (4, 8, 2, 1)
@@ -37,12 +36,12 @@ def test_the_tiny_config_gives_the_expected_job() -> None:
 
 
 @pytest.mark.parametrize(("dispatcher", "is_fused"), [("flex", True), ("alltoall", False)])
-def test_the_run_says_whether_its_dispatcher_sends_each_token_once(dispatcher: str, is_fused: bool) -> None:
+def test_the_run_says_whether_its_dispatcher_sends_each_token_once(dispatcher, is_fused):
     job = job_of_run(run_of(f"model.moe_token_dispatcher_type={dispatcher}"))
     assert job.choices == TokenChoices(2, is_fused=is_fused)
 
 
-def test_dense_layers_count_before_the_next_moe_layer() -> None:
+def test_dense_layers_count_before_the_next_moe_layer():
     job = job_of_run(run_of("model.moe_layer_freq=[0, 1, 0, 1]", "model.swiglu=true", "training.bf16=true"))
     assert len(job.before_layer_flops_L) == 2
     attention = 8 * 64 * 64 + 4 * 128 * 64
@@ -51,7 +50,7 @@ def test_dense_layers_count_before_the_next_moe_layer() -> None:
     assert (job.dtype_bytes, job.gradient_bytes, job.optimizer.has_master_weights) == (2, 4, True)
 
 
-def test_full_recomputation_without_a_method_is_refused() -> None:
+def test_full_recomputation_without_a_method_is_refused():
     with pytest.raises(ConfigurationError, match="recompute_method is null"):
         job_of_run(run_of("training.recompute_granularity=full"))
 
@@ -59,7 +58,7 @@ def test_full_recomputation_without_a_method_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "micro_batches"), [("lognormal-strong", ()), ("drift", (2,)), ("jump-micro", (2,))]
 )
-def test_generated_loads_have_the_jobs_size(name: str, micro_batches: tuple[int, ...]) -> None:
+def test_generated_loads_have_the_jobs_size(name, micro_batches):
     counts = generated_loads(name, job_of(devices=4, experts=8, layers=3, num_micro_batches=2), 5)
     assert counts.shape == (5, *micro_batches, 3, 4, 8)
     assert (counts.sum(axis=-1) == (8 if micro_batches else 16)).all()
@@ -68,7 +67,7 @@ def test_generated_loads_have_the_jobs_size(name: str, micro_batches: tuple[int,
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_records_of_micro_batches_fit_a_job_with_fewer(number: int) -> None:
+def test_records_of_micro_batches_fit_a_job_with_fewer(number):
     counts = np.random.default_rng(0).integers(10, 60, (3, 4, 1, 2, 4))
     job = job_of(devices=4, experts=4, tokens_per_micro_batch=100, num_micro_batches=number)
     fitted, factor = fitted_loads(counts, job)
@@ -79,7 +78,7 @@ def test_records_of_micro_batches_fit_a_job_with_fewer(number: int) -> None:
 
 
 @pytest.mark.parametrize("sources", [1, 2, 4, 8])
-def test_records_fit_other_numbers_of_devices(sources: int) -> None:
+def test_records_fit_other_numbers_of_devices(sources):
     counts = np.random.default_rng(0).integers(10, 60, (3, 1, sources, 4))
     job = job_of(devices=4, experts=4, tokens_per_micro_batch=100)
     fitted, factor = fitted_loads(counts, job)
@@ -90,7 +89,7 @@ def test_records_fit_other_numbers_of_devices(sources: int) -> None:
     assert factor == pytest.approx(100 * min(sources, 4) / (counts.sum() / 3))
 
 
-def test_a_record_of_the_jobs_size_is_unchanged() -> None:
+def test_a_record_of_the_jobs_size_is_unchanged():
     counts = np.full((1, 1, 2, 2), 4)
     fitted, factor = fitted_loads(counts, job_of())
     assert factor == 1.0
@@ -107,13 +106,11 @@ def test_a_record_of_the_jobs_size_is_unchanged() -> None:
         ({"num_micro_batches": 3}, (1, 4, 1, 2, 2), "4 micro-batches for 3"),
     ],
 )
-def test_records_that_do_not_fit_are_refused(
-    change: dict[str, Any], shape: tuple[int, ...], message: str
-) -> None:
+def test_records_that_do_not_fit_are_refused(change, shape, message):
     with pytest.raises(ConfigurationError, match=f"--loads: .*{message}"):
         fitted_loads(np.full(shape, 4), job_of(**change))
 
 
-def test_a_record_without_tokens_is_refused() -> None:
+def test_a_record_without_tokens_is_refused():
     with pytest.raises(ConfigurationError, match="--loads: the record has no tokens"):
         fitted_loads(np.zeros((1, 1, 2, 2), int), job_of())

@@ -5,12 +5,12 @@ import pytest
 
 from megatron_fssdp.simulation import replay
 from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
-from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.layer_plan import LastResults
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
 
-def outcome_of(name: str, counts_ILDE: np.ndarray) -> StrategyOutcome:
+def outcome_of(name, counts_ILDE):
     job = job_of(devices=4, experts=8, layers=2, tokens_per_micro_batch=16)
     return simulate(name, settings_of(name), counts_ILDE, cluster_of(nodes=2), job)
 
@@ -18,7 +18,7 @@ def outcome_of(name: str, counts_ILDE: np.ndarray) -> StrategyOutcome:
 @pytest.mark.parametrize(
     "name", ["ep", "fssdp", "prophet", "fastermoe", "quota", "smartmoe", "flexmoe", "auto"]
 )
-def test_results_are_those_of_computing_everything_anew(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_those_of_computing_everything_anew(name, monkeypatch):
     rng = np.random.default_rng(0)
     loads = [rng.multinomial(16, rng.dirichlet(np.full(8, 0.4)), size=(2, 4)) for _ in range(2)]
     # The loads repeat, so that replicas are renewed under equal ones, jump once, and return.

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.lanes import ALL_TO_ALL, COMPUTE, TRANSFER
-from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.simulation.workloads import generated_loads
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
@@ -18,9 +17,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 KEYS = {"slots": 2, "overlap_degree": 3, "reshard_interval": 2}
 
 
-def drawn_loads(
-    seed: int, iterations: int = 4, layers: int = 2, devices: int = 4, experts: int = 8
-) -> np.ndarray:
+def drawn_loads(seed, iterations=4, layers=2, devices=4, experts=8):
     rng = np.random.default_rng(seed)
     shares_LE = rng.dirichlet(np.full(experts, 0.4), size=layers)
     return np.stack(
@@ -28,9 +25,7 @@ def drawn_loads(
     ).astype(np.int32)
 
 
-def outcome_of(
-    name: str, counts: np.ndarray, cluster: ClusterDescription | None = None, **keys: object
-) -> StrategyOutcome:
+def outcome_of(name, counts, cluster=None, **keys):
     job = job_of(devices=4, experts=8, layers=counts.shape[1], num_micro_batches=keys.pop("micro_batches", 1))
     chosen = settings_of(name, **(KEYS | keys if name == "fssdp" else {}))
     return simulate(name, chosen, counts, cluster or cluster_of(nodes=2), job)
@@ -38,7 +33,7 @@ def outcome_of(
 
 @SLOW
 @given(SEEDS, st.sampled_from(["ep", "fssdp"]), st.floats(1.5, 100))
-def test_faster_parts_never_take_longer(seed: int, name: str, factor: float) -> None:
+def test_faster_parts_never_take_longer(seed, name, factor):
     counts = drawn_loads(seed)
     cluster = cluster_of(nodes=2)
     slow = outcome_of(name, counts, cluster).iteration_s
@@ -54,7 +49,7 @@ def test_faster_parts_never_take_longer(seed: int, name: str, factor: float) -> 
 
 @SLOW
 @given(SEEDS)
-def test_more_tokens_never_take_less(seed: int) -> None:
+def test_more_tokens_never_take_less(seed):
     counts = drawn_loads(seed)
     more = counts.copy()
     more[:, :, seed % 4, seed % 8] += 5
@@ -63,7 +58,7 @@ def test_more_tokens_never_take_less(seed: int) -> None:
 
 @SLOW
 @given(SEEDS)
-def test_overlap_never_costs_time(seed: int) -> None:
+def test_overlap_never_costs_time(seed):
     counts = drawn_loads(seed)
     apart = outcome_of("fssdp", counts, overlap=False).iteration_s
     assert (outcome_of("fssdp", counts).iteration_s <= apart + 1e-12).all()
@@ -71,9 +66,7 @@ def test_overlap_never_costs_time(seed: int) -> None:
 
 @SLOW
 @given(SEEDS, st.integers(1, 5), st.booleans(), st.booleans())
-def test_each_lane_runs_one_span_at_a_time_and_parts_add_up(
-    seed: int, micro_batches: int, rematerialize: bool, overlap: bool
-) -> None:
+def test_each_lane_runs_one_span_at_a_time_and_parts_add_up(seed, micro_batches, rematerialize, overlap):
     keys = {"rematerialize": rematerialize, "overlap": overlap, "micro_batches": micro_batches}
     outcome = outcome_of("fssdp", drawn_loads(seed), **keys)
     for iteration in range(4):
@@ -94,7 +87,7 @@ def test_each_lane_runs_one_span_at_a_time_and_parts_add_up(
         assert busy_s + waited_s + resharded_s == pytest.approx(outcome.iteration_s[iteration])
 
 
-def test_simulated_memory_equals_the_accounting_and_can_run_out() -> None:
+def test_simulated_memory_equals_the_accounting_and_can_run_out():
     counts = drawn_loads(3)
     outcome = outcome_of("fssdp", counts, cluster_of(nodes=2, memory_bytes=10**6), reshard_interval=0)
     memory = outcome.memory
@@ -115,7 +108,7 @@ def test_simulated_memory_equals_the_accounting_and_can_run_out() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, entry in STRATEGIES.items() if entry.strategy is not None])
-def test_every_strategy_plans_for_more_devices_than_experts_and_loses_no_token(name: str) -> None:
+def test_every_strategy_plans_for_more_devices_than_experts_and_loses_no_token(name):
     job = job_of(devices=16, experts=6, layers=3, tokens_per_micro_batch=12)
     counts_ILDE = generated_loads("W6", job, 8)
     outcome = simulate(name, settings_of(name), counts_ILDE, cluster_of(nodes=4, per_node=4), job)

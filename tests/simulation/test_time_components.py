@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.planning.memory import ExpertOptimizer
-from megatron_fssdp.simulation.simulator import StrategyOutcome, balanced_counts, simulate
+from megatron_fssdp.simulation.simulator import balanced_counts, simulate
 from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
 
 HOT = [[6, 2], [6, 2]]  # two sources, expert 0 gets 12 of 16
 REPLICATE = {"slots": 1, "overlap_degree": 1, "reshard_interval": 0}
 
 
-def seconds(outcome: StrategyOutcome, iteration: int = 0) -> dict[str, float]:
+def seconds(outcome, iteration=0):
     return {part: float(times[iteration]) for part, times in outcome.parts_s.items() if times[iteration]}
 
 
-def test_plain_expert_parallelism_in_one_node_takes_the_expected_time() -> None:
+def test_plain_expert_parallelism_in_one_node_takes_the_expected_time():
     outcome = simulate("ep", settings_of("ep"), loads(HOT), cluster_of(), job_of())
     # Device 1 sends 6 rows to device 0; device 0 sends 2. Counts of 2 experts, 8 bytes each, from one other.
     dispatch, combine, counts = 6 * 10 / 1000, 6 * 6 / 1000, 2 * 8 / 1000
@@ -34,7 +34,7 @@ def test_plain_expert_parallelism_in_one_node_takes_the_expected_time() -> None:
 TWO_NODES = [[4, 0, 4, 0], [4, 0, 4, 0], [8, 0, 0, 0], [8, 0, 0, 0]]
 
 
-def test_devices_of_a_node_share_its_nic() -> None:
+def test_devices_of_a_node_share_its_nic():
     job = job_of(devices=4, experts=4)
     outcome = simulate("ep", settings_of("ep"), loads(TWO_NODES), cluster_of(nodes=2), job)
     counts_s = 2 * 4 * 8 / 100
@@ -51,9 +51,7 @@ def test_devices_of_a_node_share_its_nic() -> None:
         (1000, 0),
     ],
 )
-def test_a_fitted_all_to_all_counts_as_far_as_all_links_are_busy(
-    fitted_bytes_per_s: float, longer_s: float
-) -> None:
+def test_a_fitted_all_to_all_counts_as_far_as_all_links_are_busy(fitted_bytes_per_s, longer_s):
     """The busiest node has 16 rows and an average one 24 / 2, so 3/4 of the links' time."""
     fitted = {"all_to_all": {"inter_node": {"alpha_s": 0.25, "bandwidth_bytes_per_s": fitted_bytes_per_s}}}
     cluster = cluster_of(nodes=2, far_alpha_s=0.1, collectives=fitted)
@@ -62,7 +60,7 @@ def test_a_fitted_all_to_all_counts_as_far_as_all_links_are_busy(
     assert seconds(outcome)["all-to-all"] == pytest.approx(2 * rows_s + 0.1 + 2 * 4 * 8 / 100)
 
 
-def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
+def test_a_replica_takes_load_and_its_transfer_is_hidden():
     outcome = simulate("fssdp", settings_of("fssdp", **REPLICATE), loads(HOT, HOT), cluster_of(), job_of())
     # Expert 0 is on both devices: 6 + 2 of device 1, 2 sent by device 0. At first it comes after the gate.
     assert outcome.of_layers("replicas").tolist() == [[1], [1]]
@@ -77,7 +75,7 @@ def test_a_replica_takes_load_and_its_transfer_is_hidden() -> None:
     )
 
 
-def test_resharding_moves_weights_masters_and_states() -> None:
+def test_resharding_moves_weights_masters_and_states():
     optimizer = ExpertOptimizer(num_state_tensors=2, has_master_weights=True)
     job = job_of(experts=4, optimizer=optimizer)
     counts = loads(*[[[6, 6, 0, 0], [6, 6, 0, 0]]] * 3)
@@ -93,7 +91,7 @@ def test_resharding_moves_weights_masters_and_states() -> None:
     assert seconds(parted, 2)["re-sharding"] == pytest.approx((50 * 2 + 13 * 12) / 1000)
 
 
-def test_compute_outside_moe_layers_and_gradient_synchronization_take_time() -> None:
+def test_compute_outside_moe_layers_and_gradient_synchronization_take_time():
     job = job_of(
         before_layer_flops_L=(5.0,),
         after_layers_flops=10.0,
@@ -108,7 +106,7 @@ def test_compute_outside_moe_layers_and_gradient_synchronization_take_time() -> 
     assert seconds(outcome)["gradient sync"] == pytest.approx(2 * (400 / 2 + 200 * 2 / 3) / 1000)
 
 
-def test_the_ceiling_is_simulated_with_balanced_routing() -> None:
+def test_the_ceiling_is_simulated_with_balanced_routing():
     balanced = balanced_counts(loads(HOT, [[8, 0], [0, 8]]))
     assert balanced.tolist() == [[[[4, 4], [4, 4]]]]
     ideal = simulate("ep", settings_of("ep"), balanced, cluster_of(), job_of())

@@ -7,7 +7,7 @@ from megatron_fssdp.strategies.registry import build_strategy
 from .small_jobs import ranking, settings_of
 
 
-def test_measuring_iterations_do_not_count_in_the_ranking() -> None:
+def test_measuring_iterations_do_not_count_in_the_ranking():
     few, many = (ranking("ep", "prophet", num_iterations=number) for number in (5, 30))
     seconds = [[row["iteration_s"] for row in ranking_data(found)["strategies"]] for found in (few, many)]
     assert seconds[0] == pytest.approx(seconds[1])
@@ -20,7 +20,7 @@ def test_measuring_iterations_do_not_count_in_the_ranking() -> None:
     assert shown[1] == "–"
 
 
-def test_a_strategy_that_never_gets_its_turn_is_last_and_says_so() -> None:
+def test_a_strategy_that_never_gets_its_turn_is_last_and_says_so():
     found = ranking("flexmoe", "ep", num_iterations=5)
     assert [row.label for row in found.ranked] == ["ep", "flexmoe"]
     assert "all 5" in found.table.rows[-1]
@@ -38,5 +38,5 @@ def test_a_strategy_that_never_gets_its_turn_is_last_and_says_so() -> None:
         ("smartmoe", {"reshard_interval": 50}, 40),
     ],
 )
-def test_the_warm_up_of_strategies(name: str, settings: dict[str, int], wanted: int) -> None:
+def test_the_warm_up_of_strategies(name, settings, wanted):
     assert warm_up_iterations(build_strategy(name, settings_of(name, **settings)), 40) == wanted

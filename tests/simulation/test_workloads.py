@@ -22,7 +22,7 @@ SHAPES = [
 RECORD_SHAPE = SHAPES[0]
 
 
-def heats(name: str, shape: WorkloadShape = RECORD_SHAPE) -> list[tuple[float, float]]:
+def heats(name, shape=RECORD_SHAPE):
     """Expert and device max/mean of every iteration."""
     counts_IDE = WORKLOADS[name].counts(shape)
     return [(expert_max_over_mean(one), device_max_over_mean(one)) for one in counts_IDE]
@@ -30,7 +30,7 @@ def heats(name: str, shape: WorkloadShape = RECORD_SHAPE) -> list[tuple[float, f
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_every_token_can_have_its_experts(name: str, shape: WorkloadShape) -> None:
+def test_every_token_can_have_its_experts(name, shape):
     counts_IDE = WORKLOADS[name].counts(shape)
     assert counts_IDE.shape == (shape.num_iterations, shape.num_devices, shape.num_experts)
     assert counts_IDE.dtype == np.int64
@@ -44,14 +44,14 @@ def test_every_token_can_have_its_experts(name: str, shape: WorkloadShape) -> No
     np.testing.assert_array_equal(counts_IDE, WORKLOADS[name].counts(shape))
 
 
-def test_the_balanced_workload_is_even() -> None:
+def test_the_balanced_workload_is_even():
     assert heats("W0") == [(1.0, 1.0)] * 10
     # This also holds where the tokens of one source cannot be divided evenly.
     counts_DE = WORKLOADS["W0"].counts(WorkloadShape(8, 16, 1021))[0]
     assert np.ptp(counts_DE.sum(axis=0)) <= 2
 
 
-def test_popular_experts_are_on_one_device_or_spread_or_one_alone() -> None:
+def test_popular_experts_are_on_one_device_or_spread_or_one_alone():
     # Half of all tokens are on 1 of 8 devices; with two hot devices, cold experts add to their load.
     assert heats("W1") == [(4.0, 4.0)] * 10
     assert heats("W2") == [(4.0, pytest.approx((0.25 + 0.5 / 14) * 8, rel=1e-2))] * 10
@@ -63,7 +63,7 @@ def test_popular_experts_are_on_one_device_or_spread_or_one_alone() -> None:
     assert heats("W3") == [pytest.approx(alone, rel=1e-2)] * 10
 
 
-def test_one_device_and_some_experts_of_the_others_are_idle() -> None:
+def test_one_device_and_some_experts_of_the_others_are_idle():
     load_E = WORKLOADS["W5"].counts(RECORD_SHAPE)[0].sum(axis=0)
     assert np.flatnonzero(load_E == 0).tolist() == [0, 4, 8, 12, 14, 15]
     assert np.ptp(load_E[load_E > 0]) <= 8
@@ -72,14 +72,14 @@ def test_one_device_and_some_experts_of_the_others_are_idle() -> None:
         assert device_heat == pytest.approx(1.6, rel=1e-2)
 
 
-def test_the_hotspot_moves_every_three_iterations() -> None:
+def test_the_hotspot_moves_every_three_iterations():
     counts_IDE = WORKLOADS["W6"].counts(WorkloadShape(8, 16, 1024, 2, 30))
     hottest_I = counts_IDE.sum(axis=1).reshape(30, 8, 2).sum(axis=2).argmax(axis=1)
     assert hottest_I.tolist() == [i // 3 % 8 for i in range(30)]
     assert {device_max_over_mean(counts_DE) for counts_DE in counts_IDE} == {4.0}
 
 
-def test_bursts_last_two_of_five_iterations_on_random_experts() -> None:
+def test_bursts_last_two_of_five_iterations_on_random_experts():
     shape = WorkloadShape(8, 16, 1024, 2, 50)
     counts_IDE = WORKLOADS["W7"].counts(shape)
     hot_I = np.array([expert_max_over_mean(counts_DE) for counts_DE in counts_IDE])
@@ -92,7 +92,7 @@ def test_bursts_last_two_of_five_iterations_on_random_experts() -> None:
     assert not np.array_equal(counts_IDE, WORKLOADS["W7"].counts(shape, seed=1))
 
 
-def test_log_normal_strengths_have_their_standard_deviation() -> None:
+def test_log_normal_strengths_have_their_standard_deviation():
     shape = WorkloadShape(8, 1024, 1 << 20)
     previous_E = None
     for strength, sigma in LOG_NORMAL_SIGMAS.items():
@@ -103,7 +103,7 @@ def test_log_normal_strengths_have_their_standard_deviation() -> None:
         previous_E = load_E
 
 
-def test_drift_is_noise_around_one_popularity() -> None:
+def test_drift_is_noise_around_one_popularity():
     shape = WorkloadShape(8, 1024, 1 << 22, 2, 3, 4)
     load_IZE = WORKLOADS["drift"].micro_batches(shape).sum(axis=2)
     assert load_IZE.shape == (3, 4, 1024)
@@ -115,7 +115,7 @@ def test_drift_is_noise_around_one_popularity() -> None:
     assert np.corrcoef(np.log(load_IZE).mean(axis=(0, 1)), steady_E)[0, 1] > 0.98
 
 
-def test_the_hot_device_jumps_with_every_micro_batch_in_no_order() -> None:
+def test_the_hot_device_jumps_with_every_micro_batch_in_no_order():
     shape = WorkloadShape(8, 16, 1024, 2, 20, 4)
     counts_IZDE = WORKLOADS["jump-micro"].micro_batches(shape)
     assert {device_max_over_mean(counts_DE) for counts_DE in counts_IZDE.reshape(-1, 8, 16)} == {4.0}
@@ -127,7 +127,7 @@ def test_the_hot_device_jumps_with_every_micro_batch_in_no_order() -> None:
     assert not np.array_equal(counts_IZDE, WORKLOADS["jump-micro"].micro_batches(shape, seed=1))
 
 
-def test_shares_above_one_choice_per_token_are_cut() -> None:
+def test_shares_above_one_choice_per_token_are_cut():
     counts = counts_of_shares(np.array([[[0.9, 0.06, 0.04, 0.0]]]), np.array([100]), 2)
     assert counts.tolist() == [[[100, 60, 40, 0]]]
     counts = counts_of_shares(np.array([[[1.0, 0.0, 0.0]]]), np.array([10]), 2)
@@ -135,7 +135,7 @@ def test_shares_above_one_choice_per_token_are_cut() -> None:
 
 
 @pytest.mark.parametrize(("num_sources", "wanted"), [(4, [[6, 2], [1, 7]]), (1, [[4, 4], [3, 5]])])
-def test_replay_keeps_the_shares_of_mapped_sources(num_sources: int, wanted: list[list[int]]) -> None:
+def test_replay_keeps_the_shares_of_mapped_sources(num_sources, wanted):
     of_four_DE = np.array([[4, 0], [2, 2], [1, 3], [0, 4]])
     recorded_IDE = np.stack([np.zeros((4, 2), int) + 1, of_four_DE])
     recorded_IDE = recorded_IDE.reshape(2, num_sources, -1, 2).sum(axis=2)
@@ -146,6 +146,6 @@ def test_replay_keeps_the_shares_of_mapped_sources(num_sources: int, wanted: lis
 @pytest.mark.parametrize(
     "sizes", [(4, 10, 1), (4, 4, 1, 5), (4, 4, 0), (4, 4, 7, 1, 1, 2), (4, 4, 7, 1, 1, 0)]
 )
-def test_invalid_sizes_are_refused(sizes: tuple[int, ...]) -> None:
+def test_invalid_sizes_are_refused(sizes):
     with pytest.raises(ValueError, match="wanted sizes of at least 1, at least top_k experts"):
         WorkloadShape(*sizes)

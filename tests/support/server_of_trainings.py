@@ -1,10 +1,12 @@
 """Makes the server that imports this module faster: what each rank of a training would do is done once."""
 
 import argparse
+import warnings
 import weakref
 from functools import cache, partial
 from pkgutil import resolve_name
 
+from megatron.training import ft_integration, initialize
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
@@ -17,6 +19,12 @@ add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 for entry in STRATEGIES.values():
     if entry.strategy is not None:
         resolve_name(entry.strategy)
+# Megatron would run its fused functions once, for a compiler that tests do not use.
+initialize._warmup_jit_function = lambda tp_size: None
+# It would parse all arguments again, for a package that is not there.
+ft_integration.setup = lambda: None
+# Each rank would read the line of a file that warns.
+warnings.simplefilter("ignore")
 # When a rank ends, it would take back all that libraries have registered with torch.
 for one in list(weakref.finalize._registry):
     one.atexit = False

@@ -1,6 +1,9 @@
 """What the server of ranks with Megatron has imported, so that no rank imports it again."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
+from typing import Any
 
 from megatron_fssdp import testing
 
@@ -24,3 +27,26 @@ TRAINING_PRELOAD = (
 # Without the patches for CPU ranks, for virtual devices.
 VIRTUAL_PRELOAD = tuple(entry for entry in TRAINING_PRELOAD if ":" not in entry)
 run_megatron_ranks = partial(testing.run_megatron_ranks, preload=TRAINING_PRELOAD)
+
+
+Test = Callable[..., None]
+
+
+def on_ranks(world_size: int, *, plain: bool = False, **sizes: int) -> Callable[[Test], Test]:
+    """Run all of a test on ranks, with Megatron's parallel state of these sizes if they are not ``plain``."""
+    start = testing.run_ranks if plain else testing.run_megatron_ranks
+    imported = testing.DEFAULT_PRELOAD if plain else TRAINING_PRELOAD
+
+    def decorated(test: Test) -> Test:
+        @wraps(test)
+        def run(**fixtures: Any) -> None:
+            place, preload = (test.__module__, test.__name__), (*imported, test.__module__)
+            start(_on_rank, world_size, *place, fixtures, preload=preload, **sizes)
+
+        return run
+
+    return decorated
+
+
+def _on_rank(rank: int, world_size: int, module: str, name: str, fixtures: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(**fixtures)

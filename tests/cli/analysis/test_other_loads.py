@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +9,11 @@ from typer.testing import CliRunner
 
 from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
+from tests.support.python_process import ROOT
 
 from ...records.made_traces import write_tokens_per_expert, write_traces
 from ...report.page_parts import PageParts
 
-ROOT = Path(__file__).parents[3]
 CLUSTER = ("--cluster", str(ROOT / "configs/clusters/hpwnv.yaml"))
 ONE_NODE = ("--cluster-set", "num_nodes=1", "--cluster-set", "devices_per_node=2")
 SIZES: tuple[str, ...] = (
@@ -32,13 +31,13 @@ MODEL = (
 SIMULATE = (*CLUSTER, *ONE_NODE, *MODEL, "--no-plots")
 
 
-def command(*words: object) -> str:
+def command(*words):
     result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def sources(folder: Path) -> list[Path]:
+def sources(folder):
     """The same loads of two layers and four experts in every form; the last ones lack source devices."""
     counts_ILDE = write_traces(folder / "traces", [1, 1], 2, passes=(3, 3, 3))
     np.save(folder / "counts.npy", counts_ILDE)
@@ -48,7 +47,7 @@ def sources(folder: Path) -> list[Path]:
     return [folder / name for name in ("traces", "counts.npy", "counts.csv", "sums.npy")]
 
 
-def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path: Path) -> None:
+def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path):
     results = []
     for path in sources(tmp_path):
         output = command("simulate", "--loads", path, *SIMULATE, "--out", tmp_path / "out")
@@ -59,7 +58,7 @@ def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path: Path) -> None
     assert results[3]["ep"] == pytest.approx(results[0]["ep"], rel=0.2)
 
 
-def test_all_forms_have_a_page(tmp_path: Path) -> None:
+def test_all_forms_have_a_page(tmp_path):
     for path in sources(tmp_path):
         page = tmp_path / f"{path.name}.html"
         output = command("report", path, *MODEL, "--out", page)
@@ -72,7 +71,7 @@ def test_all_forms_have_a_page(tmp_path: Path) -> None:
     assert found["page"] == str(tmp_path / "save" / "report.html")
 
 
-def test_a_file_or_folder_of_ones_own_may_be_named_as_a_record(tmp_path: Path) -> None:
+def test_a_file_or_folder_of_ones_own_may_be_named_as_a_record(tmp_path):
     np.save(tmp_path / "loads.npy", write_traces(tmp_path / "traces", [1, 1], 2, passes=(3, 3, 3)))
     (tmp_path / "own").mkdir()
     shutil.copy(tmp_path / "loads.npy", tmp_path / "own")
@@ -85,7 +84,7 @@ def test_a_file_or_folder_of_ones_own_may_be_named_as_a_record(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("verb", ["simulate", "report"])
-def test_what_is_wrong_is_told_before_anything_is_written(verb: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_before_anything_is_written(verb, tmp_path):
     write_traces(tmp_path / "traces", [2], 2)
     file = tmp_path / "traces" / "router_trace_rank1.jsonl"
     file.write_bytes(file.read_bytes()[:-9])
@@ -104,7 +103,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(verb: str, tmp_path: P
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_recorded_run_has_a_model_of_its_own(tmp_path: Path) -> None:
+def test_a_recorded_run_has_a_model_of_its_own(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigurationError, match=r"--model: .*describes its model"):
         command("report", tmp_path, *MODEL)

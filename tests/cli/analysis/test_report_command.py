@@ -1,32 +1,31 @@
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.report.colours import TIME_PARTS
+from tests.support.python_process import ROOT
 
 from ...report.made_runs import write_made_run
 from ...report.page_parts import PageParts
 from .test_other_loads import command
 
-ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 OLD_RUN = ROOT / "tests" / "records" / "old_run"
 NAMES_AND_COLOURS = {(part.name, part.colour) for part in TIME_PARTS.values()}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """Records like those of the tiny configuration."""
     folder = write_made_run(tmp_path / "run", num_iterations=4, num_layers=4)
     shutil.copy(TINY, folder / "config.yaml")
     return folder
 
 
-def test_a_run_of_the_present_format_has_a_page_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_run_of_the_present_format_has_a_page_where_it_is_asked_for(tmp_path):
     out = tmp_path / "new" / "page.html"
     output = command("report", OLD_RUN, "--out", out)
     assert str(out) in output
@@ -38,7 +37,7 @@ def test_a_run_of_the_present_format_has_a_page_where_it_is_asked_for(tmp_path: 
     assert not (OLD_RUN / "report.html").exists()
 
 
-def test_figures_are_printed_as_a_table_or_as_json(run: Path, tmp_path: Path) -> None:
+def test_figures_are_printed_as_a_table_or_as_json(run, tmp_path):
     ep = write_made_run(tmp_path / "plain", "ep", num_iterations=4, num_layers=4)
     assert "0.0e+00 relative" in command("compare", ep, run)
     assert (ep / "comparison.html").exists()
@@ -56,7 +55,7 @@ def test_figures_are_printed_as_a_table_or_as_json(run: Path, tmp_path: Path) ->
     assert len(PageParts((tmp_path / "c.html").read_text()).figures["loss"][0]["data"]) == 3
 
 
-def test_damaged_loads_are_named_and_cannot_be_simulated(run: Path) -> None:
+def test_damaged_loads_are_named_and_cannot_be_simulated(run):
     (run / "loads.npy").write_bytes(b"damaged")
     lines = [line for line in command("report", run).splitlines() if "loads.npy" in line]
     assert len(lines) == 1
@@ -65,7 +64,7 @@ def test_damaged_loads_are_named_and_cannot_be_simulated(run: Path) -> None:
         command("simulate", "--loads", run, "--cluster", "hpwnv", "--out", run / "new")
 
 
-def test_losses_of_unlike_runs_are_not_compared(run: Path, tmp_path: Path) -> None:
+def test_losses_of_unlike_runs_are_not_compared(run, tmp_path):
     other = write_made_run(tmp_path / "other", "fssdp", num_iterations=4, num_layers=4)
     text = TINY.read_text().replace("train_iters: 60", "train_iters: 20")
     (other / "config.yaml").write_text(text)

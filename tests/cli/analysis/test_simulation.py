@@ -1,6 +1,5 @@
 import csv
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +10,15 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.report.colours import TIME_PARTS
 from megatron_fssdp.report.units import format_memory
+from tests.support.python_process import ROOT
 
 from ...report.page_parts import PageParts, unpacked
 
-ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 BIG = ("--set", "training.micro_batch_size=64", "--set", "training.global_batch_size=256")
 
 
-def simulate(out: Path, loads: str, *more: str) -> str:
+def simulate(out, loads, *more):
     arguments = ["simulate", "--loads", loads, "--cluster", str(ROOT / "configs/clusters/hpwnv.yaml")]
     arguments += ["--cluster-set", "devices_per_node=2", "--model", str(TINY), "--out", str(out), *more]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -27,7 +26,7 @@ def simulate(out: Path, loads: str, *more: str) -> str:
     return result.output
 
 
-def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
+def test_a_workload_is_simulated_end_to_end(tmp_path):
     output = simulate(tmp_path, "W3", "--iterations", "8", *BIG)
     assert "simulating fssdp (2 of 2 strategies)\n" in output
     ranking = json.loads((tmp_path / "ranking.json").read_text())
@@ -69,7 +68,7 @@ def test_a_workload_is_simulated_end_to_end(tmp_path: Path) -> None:
     assert "Pro-Prophet" in page.texts["what-is-assumed"]  # the source of the cluster's figures
 
 
-def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
+def test_a_recorded_run_is_simulated(tmp_path):
     rng = np.random.default_rng(0)
     writer = LoadsWriter(tmp_path / "run", [1, 2, 3, 4])
     for iteration in range(1, 6):
@@ -83,7 +82,7 @@ def test_a_recorded_run_is_simulated(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "simulation.html").exists()
 
 
-def test_loads_that_change_between_micro_batches_are_simulated(tmp_path: Path) -> None:
+def test_loads_that_change_between_micro_batches_are_simulated(tmp_path):
     more = ("--iterations", "5", "--no-plots", "--strategies", "ep,quota")
     more = (*more, "--set", "training.micro_batch_size=4", "--set", "training.global_batch_size=64")
     simulate(tmp_path / "jump", "jump-micro", *more)
@@ -114,12 +113,12 @@ def test_loads_that_change_between_micro_batches_are_simulated(tmp_path: Path) -
         ),
     ],
 )
-def test_jobs_that_do_not_fit_are_refused(tmp_path: Path, changes: tuple[str, ...], message: str) -> None:
+def test_jobs_that_do_not_fit_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigurationError, match=message):
         simulate(tmp_path / "out", "W0", "--no-plots", *changes)
 
 
-def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
+def test_a_model_of_several_files_is_simulated(tmp_path):
     (tmp_path / "batch.yaml").write_text("training: {micro_batch_size: 64, global_batch_size: 256}")
     more = ("--iterations", "3", "--no-plots", "--strategies", "ep")
     simulate(tmp_path / "out", "W3", *more, "--model", str(tmp_path / "batch.yaml"))
@@ -129,7 +128,7 @@ def test_a_model_of_several_files_is_simulated(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "same" / "ranking.json").read_text())["strategies"] == ranking["strategies"]
 
 
-def test_the_output_names_settings_that_are_not_defaults(tmp_path: Path) -> None:
+def test_the_output_names_settings_that_are_not_defaults(tmp_path):
     (tmp_path / "alg1.yaml").write_text("strategy: {name: fssdp, settings: {planner: hecate}}")
     arguments = ("--iterations", "3", "--no-plots", "--strategies", "ep,fssdp", *BIG)
     printed = simulate(tmp_path / "out", "W3", *arguments, "--model", str(tmp_path / "alg1.yaml"))

@@ -1,7 +1,6 @@
 import errno
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ TABLE = """
 ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.strip().splitlines()]
 
 
-def examine(monkeypatch: pytest.MonkeyPatch, machine: str, *folders: Any) -> dict[str, Finding]:
+def examine(monkeypatch, machine, *folders):
     layout = pose(monkeypatch, machine)
     run: Any = None
     if layout:
@@ -66,9 +65,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, machine: str, *folders: Any) -> dic
 
 
 @pytest.mark.parametrize(("machine", "check", "verdict", "words"), ROWS)
-def test_the_verdict_follows_from_the_machine(
-    machine: str, check: str, verdict: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_verdict_follows_from_the_machine(machine, check, verdict, words, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     findings = examine(monkeypatch, machine)
     assert findings[check].verdict == verdict
@@ -79,7 +76,7 @@ def test_the_verdict_follows_from_the_machine(
     assert problems == ([check] if verdict == "problem" else others)
 
 
-def test_the_report_has_all_checks_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_report_has_all_checks_in_order(monkeypatch, tmp_path):
     names = "Python,torch,Megatron,Megatron's seams,Transformer Engine,strategies,planning kernels"
     names += ",gloo,NCCL,GPUs"
     assert ",".join(examine(monkeypatch, "")) == f"{names},variables"
@@ -92,7 +89,7 @@ def test_the_report_has_all_checks_in_order(monkeypatch: pytest.MonkeyPatch, tmp
     assert findings["NCCL"].found == "2.30.7"
 
 
-def test_torch_without_back_ends_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_back_ends_is_a_problem(monkeypatch):
     for back_end in ("nccl", "gloo"):
         monkeypatch.setattr(torch.distributed, f"is_{back_end}_available", lambda: False)
     for machine, nccl in (("", "ok"), ("gpus=8", "problem")):
@@ -100,11 +97,11 @@ def test_torch_without_back_ends_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
         assert (findings["gloo"].verdict, findings["NCCL"].verdict) == ("problem", nccl)
 
 
-def test_the_gpus_of_this_machine_are_those_of_torch() -> None:
+def test_the_gpus_of_this_machine_are_those_of_torch():
     assert len(look_at_gpus().models) == torch.cuda.device_count()
 
 
-def test_a_package_that_fails_on_import_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_fails_on_import_is_reported(tmp_path, monkeypatch):
     code = "__version__ = '1.0'\nraise OSError('libfoo.so.1:\\nnot found')"
     (tmp_path / "broken_thing.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -114,7 +111,7 @@ def test_a_package_that_fails_on_import_is_reported(tmp_path: Path, monkeypatch:
     assert look_for("json", "no-such-thing").works
 
 
-def test_seams_are_found_and_missed_in_the_installed_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seams_are_found_and_missed_in_the_installed_megatron(monkeypatch):
     whole = examination.check_seams(True)
     assert int(whole.found.split()[1]) == int(whole.found.split()[3]) > 20
 
@@ -124,16 +121,14 @@ def test_seams_are_found_and_missed_in_the_installed_megatron(monkeypatch: pytes
     assert "; not megatron.core.gone.Layer.route (ModuleNotFoundError" in gone.found
     assert "pip install 'megatron-core>=0.19,<0.21'" in gone.advice
 
-    def fail(name: str) -> None:
+    def fail(name):
         raise RuntimeError("broken kernel")
 
     monkeypatch.setattr(capabilities.importlib, "import_module", fail)
     assert "RuntimeError: broken kernel" in examination.check_seams(True).found
 
 
-def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(monkeypatch):
     entries = {"ep": STRATEGIES["ep"], "mine": replace(STRATEGIES["ep"], name="mine", package="my-package")}
     text = "brittle cannot be used: no module; pip uninstall brittle"
     found = type("Found", (dict,), {"broken": {"lost": text}})
@@ -145,16 +140,14 @@ def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(
     assert broken.advice.startswith("pip uninstall brittle")
 
 
-def test_plain_kernels_are_a_note_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_kernels_are_a_note_with_the_next_step(monkeypatch):
     monkeypatch.setattr(examination, "kernel_form", lambda: "plain Python (not compiled)")
     plain = examination.check_kernels()
     assert (plain.verdict, plain.found) == ("note", "plain Python (not compiled)")
     assert "install a C compiler" in plain.advice
 
 
-def test_a_folder_is_checked_by_writing_and_left_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_checked_by_writing_and_left_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr(devices, "LEAST_FREE_BYTES", 0)
     assert ": writable, " in check_folder(tmp_path, "--checkpoints").found
     missing = check_folder(tmp_path / "a" / "b", "--checkpoints")
@@ -165,10 +158,8 @@ def test_a_folder_is_checked_by_writing_and_left_unchanged(
     assert check_folder(tmp_path, "--checkpoints").verdict == "note"
 
 
-def test_a_folder_that_cannot_be_written_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill(descriptor: int) -> None:
+def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch):
+    def fill(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "file").write_text("")

@@ -1,7 +1,4 @@
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,25 +9,25 @@ from ...support.python_process import python_output, run_python
 
 
 @pytest.fixture
-def doctor(command: Callable, monkeypatch: pytest.MonkeyPatch) -> Any:
+def doctor(command, monkeypatch):
     """Runs the command on a made-up machine: exit code, stdout, stderr."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
-    def run(*arguments: object, machine: str = "") -> tuple[int, str, str]:
+    def run(*arguments, machine=""):
         pose(monkeypatch, f"cores=4 {machine}")
         return command("doctor", *arguments)
 
     return run
 
 
-def test_a_healthy_machine_is_ok(doctor: Any) -> None:
+def test_a_healthy_machine_is_ok(doctor):
     code, out, _ = doctor()
     assert code == 0
     assert "checks found no problem; a training can run on this machine" in out.splitlines()[-1]
     assert "/site-packages/[it]" in out, "brackets are not markup"
 
 
-def test_every_problem_has_a_line_and_the_exit_code_says_so(doctor: Any) -> None:
+def test_every_problem_has_a_line_and_the_exit_code_says_so(doctor):
     code, out, _ = doctor(machine="torch=2.4.0 python=3.11.2")
     assert code == 1
     lines = out.splitlines()
@@ -39,7 +36,7 @@ def test_every_problem_has_a_line_and_the_exit_code_says_so(doctor: Any) -> None
     assert lines[-1].startswith("problems: 2;")
 
 
-def test_json_has_stable_keys(doctor: Any, tmp_path: Path) -> None:
+def test_json_has_stable_keys(doctor, tmp_path):
     code, out, _ = doctor("--json", "--checkpoints", tmp_path)
     report = json.loads(out)
     assert code == 0
@@ -55,9 +52,7 @@ def test_json_has_stable_keys(doctor: Any, tmp_path: Path) -> None:
     assert (code, json.loads(out)["ok"]) == (1, False)
 
 
-def test_a_runs_ranks_and_its_checkpoint_folder_are_checked(
-    doctor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runs_ranks_and_its_checkpoint_folder_are_checked(doctor, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = doctor("--json", "--config", TINY)
     found = {finding["name"]: finding for finding in json.loads(out)["findings"]}
@@ -80,12 +75,12 @@ def test_a_runs_ranks_and_its_checkpoint_folder_are_checked(
     assert "checkpoint folder" not in doctor("--config", config)[1]
 
 
-def test_under_torchrun_one_rank_per_machine_reports(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_torchrun_one_rank_per_machine_reports(doctor, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert doctor() == (0, "", "")
 
 
-def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_it() -> None:
+def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_it():
     code = (
         "import ast, sys\n"
         "from megatron_fssdp.cli import app\n"
@@ -100,7 +95,7 @@ def test_the_command_imports_torch_and_megatron_late_and_an_old_python_can_read_
     python_output("-c", code)
 
 
-def test_without_torch_and_megatron_the_command_still_answers(tmp_path: Path) -> None:
+def test_without_torch_and_megatron_the_command_still_answers(tmp_path):
     """Run in a fresh interpreter that can import neither package."""
     code = (
         "import sys\n"

@@ -10,14 +10,14 @@ TRAINING = "training: {train_iters: 3, global_batch_size: 4}"
 FSSDP = "strategy: {name: fssdp, settings: {slots: 1, overlap_degree: 2}}"
 
 
-def write(folder: Path, **texts: str) -> None:
+def write(folder, **texts):
     for name, text in texts.items():
         path = folder / f"{name.replace('__', '/')}.yaml"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
 
 
-def refusal(*files: Path, overrides: tuple[str, ...] = ()) -> str:
+def refusal(*files, overrides=()):
     with pytest.raises(ConfigurationError) as caught:
         load_run(files, overrides)
     assert "\n" not in str(caught.value)

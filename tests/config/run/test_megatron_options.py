@@ -1,18 +1,14 @@
-from pathlib import Path
-
 import pytest
 
 from megatron_fssdp.config.run import megatron_options as parser
 
 
-def options() -> dict[str, tuple[object, ...]]:
+def options():
     found = parser.megatron_parser.__wrapped__()._actions
     return {one.dest: (one.nargs, str(one.type), one.choices, one.default) for one in found}
 
 
-def test_kept_options_equal_those_that_megatron_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_options_equal_those_that_megatron_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fresh = options()
     (kept,) = (tmp_path / "megatron-fssdp").iterdir()
@@ -24,7 +20,7 @@ def test_kept_options_equal_those_that_megatron_is_asked_for(
     assert options() == fresh
 
 
-def test_another_or_an_edited_megatron_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_or_an_edited_megatron_is_read_anew(tmp_path, monkeypatch):
     package = tmp_path / "megatron"
     (package / "training").mkdir(parents=True)
     (package / "training" / "arguments.py").write_text("one = 1\n")
@@ -39,9 +35,7 @@ def test_another_or_an_edited_megatron_is_read_anew(tmp_path: Path, monkeypatch:
     assert parser._cache_file() != before
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(parser, "_read_actions", list)

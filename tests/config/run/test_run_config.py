@@ -6,7 +6,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.megatron_options import options, plain, problem
-from megatron_fssdp.config.run.run_config import SECTIONS, RunConfig
+from megatron_fssdp.config.run.run_config import SECTIONS
 from megatron_fssdp.config.run.sections import DataSettings
 from megatron_fssdp.launch.run_data import data_arguments
 
@@ -15,23 +15,23 @@ NONE = "strategy.name=none"
 CPU, GPU, PLAIN_GPU = Installation(True, False), Installation(False, True), Installation(False, False)
 
 
-def tiny(*overrides: str) -> RunConfig:
+def tiny(*overrides):
     return load_run(["gpt_moe_tiny"], overrides)
 
 
-def arguments(config: RunConfig, installation: Installation = CPU, *, resume: bool = False) -> list[str]:
+def arguments(config, installation=CPU, *, resume=False):
     data = data_arguments(config, Path("d"), 2048, 2047, 50)
     return megatron_arguments(config, data, installation, Path("runs/x"), resume=resume)
 
 
-def given(words: list[str]) -> dict[str, str]:
+def given(words):
     """The word that follows each flag; no flag is given twice but --moe-strategy-set."""
     flags = [word for word in words if word.startswith("--") and word != "--moe-strategy-set"]
     assert len(flags) == len(set(flags))
     return dict(zip(words, [*words[1:], ""], strict=True))
 
 
-def test_declared_keys_are_the_packages_own_or_megatrons_arguments_with_its_defaults() -> None:
+def test_declared_keys_are_the_packages_own_or_megatrons_arguments_with_its_defaults():
     for section, model in SECTIONS.items():
         for name, field in model.model_fields.items():
             if field.description:  # the package's own
@@ -82,7 +82,7 @@ def test_declared_keys_are_the_packages_own_or_megatrons_arguments_with_its_defa
         ("megatron_args=[a]", "unknown key 'megatron_args'; known: model,"),
     ],
 )
-def test_mistakes_are_refused_with_their_option_and_the_reason(overrides: str, words: str) -> None:
+def test_mistakes_are_refused_with_their_option_and_the_reason(overrides, words):
     with pytest.raises(ConfigurationError) as caught:
         tiny(*overrides.split())
     message = str(caught.value)
@@ -124,9 +124,7 @@ def test_mistakes_are_refused_with_their_option_and_the_reason(overrides: str, w
         ("training.tensorboard=true", CPU, "--tensorboard-dir=runs/x/tensorboard", ""),
     ],
 )
-def test_settings_become_megatrons_arguments(
-    overrides: str, machine: Installation, wanted: str, absent: str
-) -> None:
+def test_settings_become_megatrons_arguments(overrides, machine, wanted, absent):
     words = arguments(tiny(*overrides.split()), machine)
     found = given(words)
     for flag in wanted.split():
@@ -136,7 +134,7 @@ def test_settings_become_megatrons_arguments(
     assert not set(absent.split()) & set(words)
 
 
-def test_a_strategys_settings_are_yaml_values_with_the_folder_and_the_declared_nodes() -> None:
+def test_a_strategys_settings_are_yaml_values_with_the_folder_and_the_declared_nodes():
     words = arguments(tiny("strategy.settings.rematerialize=true"))
     settings = {words[i + 1] for i, word in enumerate(words) if word == "--moe-strategy-set"}
     wanted = {"record_dir=runs/x", "nodes=2", "slots=2", "overlap_degree=8", "rematerialize=true"}
@@ -144,13 +142,13 @@ def test_a_strategys_settings_are_yaml_values_with_the_folder_and_the_declared_n
     assert not any(word.startswith("nodes=") for word in arguments(tiny(NONE)))
 
 
-def test_a_run_records_in_its_output_folder() -> None:
+def test_a_run_records_in_its_output_folder():
     assert "record_dir=runs/x" in arguments(tiny("strategy.settings.record_dir=runs/x"))
     with pytest.raises(ConfigurationError, match=r"^strategy\.settings\.record_dir: got elsewhere"):
         arguments(tiny("strategy.settings.record_dir=elsewhere"))
 
 
-def test_a_resumed_run_loads_its_own_checkpoints_and_records_no_profile() -> None:
+def test_a_resumed_run_loads_its_own_checkpoints_and_records_no_profile():
     asked = ("training.profile=true", "training.profile_step_start=3", "training.profile_step_end=6")
     run = tiny(*asked, "training.profile_ranks=[0,2]")
     words = arguments(run)
@@ -167,13 +165,13 @@ def test_a_resumed_run_loads_its_own_checkpoints_and_records_no_profile() -> Non
     assert given(arguments(board))["--tensorboard-dir"] == "boards/y"
 
 
-def test_external_data_is_named_by_megatrons_arguments() -> None:
+def test_external_data_is_named_by_megatrons_arguments():
     words = megatron_arguments(tiny("data.external=true"), {}, CPU, Path("runs/x"), resume=False)
     assert not {"--data-path", "--tokenizer-type"} & set(words)
 
 
 @pytest.mark.parametrize(("split", "name"), [("969,30,1", "test"), ("0,1", "training")])
-def test_data_splits_without_documents_are_refused(split: str, name: str) -> None:
+def test_data_splits_without_documents_are_refused(split, name):
     """Megatron would search an empty split for tokens forever."""
     with pytest.raises(ConfigurationError, match=f"none of the 50 documents for the {name} data"):
         arguments(tiny("training.eval_interval=10", f"data.split='{split}'"))

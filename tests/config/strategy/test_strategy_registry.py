@@ -1,7 +1,5 @@
 import os
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pydantic import Field
@@ -42,10 +40,10 @@ ENTRY = RegisteredStrategy("made", MadeSettings, "nowhere:Nothing", "made up", "
         ({"name": "other", "settings": NeedySettings}, "settings key 'number' has no default"),
     ],
 )
-def test_what_would_fail_later_is_refused_with_the_package(changes: dict[str, object], words: str) -> None:
+def test_what_would_fail_later_is_refused_with_the_package(changes, words):
     table = StrategyRegistry(lambda: [replace(ENTRY, package="theirs")], group="megatron_fssdp.no_such_group")
     with pytest.raises(ConfigurationError) as refusal:
-        table.add(replace(ENTRY, package="mine", **changes))  # type: ignore[arg-type]
+        table.add(replace(ENTRY, package="mine", **changes))
     assert words in str(refusal.value)
     assert list(table) == ["made"]
 
@@ -69,9 +67,7 @@ class Selecting(EpStrategy):
         (Selecting, "got selects"),
     ],
 )
-def test_what_makes_no_strategy_is_refused_when_it_is_built(
-    monkeypatch: pytest.MonkeyPatch, make: object, reason: str
-) -> None:
+def test_what_makes_no_strategy_is_refused_when_it_is_built(monkeypatch, make, reason):
     monkeypatch.setitem(STRATEGIES._with_shipped(), "made", replace(ENTRY, strategy=make, package="theirs"))
     with pytest.raises(ConfigurationError, match=f"strategy made of package theirs:? {reason}"):
         build_strategy("made", MadeSettings())
@@ -80,7 +76,7 @@ def test_what_makes_no_strategy_is_refused_when_it_is_built(
 # --- packages that are installed for a process of their own
 
 
-def write_package(folder: Path, name: str, strategy: str, body: str) -> None:
+def write_package(folder, name, strategy, body):
     """What pip leaves of a package: a module, and metadata with an entry point."""
     (folder / f"{name}.py").write_text(body)
     info = folder / f"{name}-1.0.dist-info"
@@ -89,7 +85,7 @@ def write_package(folder: Path, name: str, strategy: str, body: str) -> None:
     (info / "entry_points.txt").write_text(f"[megatron_fssdp.strategies]\n{strategy} = {name}:register\n")
 
 
-def run_with(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_with(folder, code, **environment):
     return run_python("-c", code, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]), **environment)
 
 
@@ -114,9 +110,7 @@ def register():
         ("ep", REGISTER.format(name="ep"), "is registered already, by megatron-fssdp"),
     ],
 )
-def test_a_broken_package_is_named_once_and_breaks_nothing_else(
-    strategy: str, body: str, reason: str, tmp_path: Path
-) -> None:
+def test_a_broken_package_is_named_once_and_breaks_nothing_else(strategy, body, reason, tmp_path):
     write_package(tmp_path, "brittle", strategy, body)
     write_package(tmp_path, "sound", "sound", REGISTER.format(name="sound"))
     code = f"{LIST}\nfrom megatron_fssdp.config.strategy.strategy_registry import resolve_strategy\n"
@@ -134,7 +128,7 @@ def test_a_broken_package_is_named_once_and_breaks_nothing_else(
     assert run_with(tmp_path, LIST, RANK="1").stderr == "", "one rank says it"
 
 
-def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_path: Path) -> None:
+def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_path):
     write_package(tmp_path, "brittle", "lost", "print('loaded')")
     code = (
         "import sys, megatron_fssdp; megatron_fssdp.register_strategy\n"
@@ -148,21 +142,21 @@ def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_pa
 
 
 @pytest.fixture
-def made_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def made_candidate(monkeypatch):
     monkeypatch.setitem(
         STRATEGIES._with_shipped(), "made", replace(ENTRY, is_candidate=True, package="theirs")
     )
 
 
-def test_autos_keys_are_its_candidates_and_are_checked_by_their_models(made_candidate: None) -> None:
+def test_autos_keys_are_its_candidates_and_are_checked_by_their_models(made_candidate):
     fields = STRATEGIES["auto"].settings.model_fields
     assert {name for name in STRATEGIES if name in fields} == {
         name for name, entry in STRATEGIES.items() if entry.is_candidate
     }
     given = strategy_settings("auto", {"made": {"number": 3}}, "test")
-    assert given.candidates["made"] == MadeSettings(number=3)  # type: ignore[attr-defined]
+    assert given.candidates["made"] == MadeSettings(number=3)
     left_out = strategy_settings("auto", {"made": False}, "test")
-    assert "made" not in left_out.candidates  # type: ignore[attr-defined]
+    assert "made" not in left_out.candidates
     for value, words in (
         ({"number": -1}, r"made\.number: got -1"),
         ({"numbr": 1}, "unknown key 'numbr'; did you mean 'number'"),
@@ -172,13 +166,11 @@ def test_autos_keys_are_its_candidates_and_are_checked_by_their_models(made_cand
             strategy_settings("auto", {"made": value}, "test")
 
 
-def test_a_candidate_that_cannot_be_built_is_left_out_with_a_warning(
-    made_candidate: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_candidate_that_cannot_be_built_is_left_out_with_a_warning(made_candidate, monkeypatch, caplog):
     monkeypatch.setitem(
         STRATEGIES._entries, "made", replace(STRATEGIES["made"], strategy="a_module_that_is_not_there:Made")
     )
     strategy = build_strategy("auto", strategy_settings("auto", {}, "test"))
-    assert "made" not in strategy.candidates  # type: ignore[attr-defined]
+    assert "made" not in strategy.candidates
     assert "candidate 'made' of package theirs is left out" in caplog.text
     assert "made=false" in caplog.text

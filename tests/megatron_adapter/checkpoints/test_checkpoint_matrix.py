@@ -10,13 +10,12 @@ optimizers. Then only the model is loaded, and the reference is a run of stock M
 
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
-from ..training_run import TrainingRun, assert_close, train
+from ..training_run import assert_close, train
 
 COMMON = "{TORCH_DIST} --train-iters 8 {GATED} {SHORT_AVERAGES} --lr 5e-3"
 SAVED_AT = 4
@@ -44,11 +43,11 @@ CELLS: list[Cell] = [("distributed", *writer, *reader) for writer in STATES for 
 class Shelf:
     """Checkpoints of iteration 4 and reference runs; each is made once."""
 
-    def __init__(self, folder: Path, data: Path) -> None:
+    def __init__(self, folder, data):
         self.folder, self.data = folder, data
         self._train, self.written = cache(self._train), cache(self.written)
 
-    def written(self, optimizer: str, strategy: str, size: int) -> Path:
+    def written(self, optimizer, strategy, size):
         from megatron.core import dist_checkpointing
 
         from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint
@@ -62,26 +61,26 @@ class Shelf:
             assert not OwnerMap.from_lists(stage).is_even
         return folder
 
-    def wanted(self, optimizer: str, written_size: int, read_size: int) -> TrainingRun:
+    def wanted(self, optimizer, written_size, read_size):
         """Stock Megatron; from a run without a break where Megatron can resume exactly."""
         if (written_size == 1) != (read_size == 1):
             return self.read((optimizer, "none", written_size, "none", read_size))
         return self._train(optimizer, "none", written_size, "")
 
-    def read(self, cell: Cell) -> TrainingRun:
+    def read(self, cell):
         """Load a checkpoint and continue to iteration 8."""
         optimizer, writer, written_size, reader, size = cell
         more = "--no-load-optim" if (written_size == 1) != (size == 1) else ""
         folder = self.written(optimizer, writer, written_size)
         return self._train(optimizer, reader, size, f"--load {folder} {more}")
 
-    def _train(self, optimizer: str, strategy: str, size: int, arguments: str) -> TrainingRun:
+    def _train(self, optimizer, strategy, size, arguments):
         layout = f"{COMMON} {OPTIMIZERS[optimizer]} --expert-model-parallel-size {size} {arguments}"
         return train(size, layout, self.data, strategy=STRATEGIES[strategy])
 
 
 @pytest.fixture(scope="session")
-def shelf(tmp_path_factory: pytest.TempPathFactory, text_data: Path) -> Shelf:
+def shelf(tmp_path_factory, text_data):
     return Shelf(tmp_path_factory.mktemp("shelf"), text_data)
 
 
@@ -90,7 +89,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, text_data: Path) -> Shelf:
     [pytest.param(cell, marks=[pytest.mark.slow] * (cell not in SHORT)) for cell in CELLS],
     ids="{0[0]}-{0[1]}_ep{0[2]}-{0[3]}_ep{0[4]}".format,
 )
-def test_training_resumes_with_the_same_losses(cell: Cell, shelf: Shelf) -> None:
+def test_training_resumes_with_the_same_losses(cell, shelf):
     optimizer, writer, written_size, reader, size = cell
     rest, wanted = shelf.read(cell), shelf.wanted(optimizer, written_size, size)
     if (writer, reader) == ("moved", "moved") and size != written_size:

@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +14,7 @@ SAVING = "{EP2} {TORCH_DIST} --no-load-rng --no-save-rng --train-iters 4 --save-
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(
-    text_data: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(text_data, tmp_path):
     losses = train(2, f"{SAVING} --save {tmp_path}", text_data).losses
     again = f"{SAVING} --load {tmp_path} --ckpt-step 2 --save {tmp_path}"
     with pytest.raises(RankError):
@@ -32,14 +28,14 @@ def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(
     assert train(2, f"{SAVING} --load {tmp_path}", text_data).losses == (), "iteration 4 is there again"
 
 
-def take_marks_and_die_in_save() -> None:
+def take_marks_and_die_in_save():
     """Kill rank 1 when it has written its data, in a folder whose completion marks are removed first."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import save_with_new_marks
 
-    def retrieve(results: Any, writer: object) -> object:
+    def retrieve(results, writer):
         written = results(writer)
         for child in multiprocessing.active_children():  # writer processes would outlive a killed parent
             child.kill()

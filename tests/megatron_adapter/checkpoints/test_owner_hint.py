@@ -18,6 +18,8 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.registry import build_strategy
 from tests.support.training_preload import run_megatron_ranks
 
+from ..training_run import messages_of
+
 EVEN = OwnerMap.even(2, 4, 2)
 OWNERS = [EVEN.with_owners(EVEN.device_LE[:, order]) for order in ([2, 1, 0, 3], [1, 2, 3, 0])]
 NUMBERS = [(1, 2), (3, 4)]
@@ -29,7 +31,7 @@ BOTH, SWAPPED = {"stages": STAGES}, {"stages": STAGES[::-1]}
 TWICE = {"stages": [{**FIRST, "slot_LE": [[0] * 4] * 2}, None]}
 
 
-def slots_of(numbers: tuple[int, ...], owners: OwnerMap | None) -> Any:
+def slots_of(numbers, owners):
     one = SimpleNamespace(layers=numbers, layer_numbers=lambda: numbers, owners=owners, saved_owners=None)
     if owners is None:
         one.layers = ()
@@ -47,12 +49,12 @@ def slots_of(numbers: tuple[int, ...], owners: OwnerMap | None) -> Any:
         (TWICE, (2, 4, 2), "used twice"),
     ],
 )
-def test_hints_of_other_layouts_are_not_used(hint: Any, sizes: Any, match: str) -> None:
+def test_hints_of_other_layouts_are_not_used(hint, sizes, match):
     with pytest.raises(ValueError, match=match):
         fitting_owners(hint, layout(NUMBERS[0], sizes and OwnerMap.even(*sizes)), 0, 2)
 
 
-def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used() -> None:
+def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used():
     found = run_megatron_ranks(_gather, 4, ep=2, pp=2)
     assert [hint["stages"] for hint, *_ in found] == [[None, OTHER]] * 4
     assert [none for _, none, *_ in found] == [None] * 4
@@ -65,13 +67,10 @@ def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used() -> Non
     assert "keep the owners of the checkpoint" in kept
 
 
-def _gather(rank: int, world_size: int) -> Any:
+def _gather(rank, world_size):
     from megatron.core import parallel_state
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    checkpoint_hints.logger.addHandler(handler)
+    lines = messages_of(checkpoint_hints.logger.name)
     checkpoint_hints.logger.setLevel(logging.INFO)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     moved, even = slots_of(NUMBERS[stage], EVEN), slots_of(NUMBERS[stage], EVEN)
@@ -93,7 +92,7 @@ def _gather(rank: int, world_size: int) -> Any:
         ("auto", {}, "choices loads"),
     ],
 )
-def test_checkpoints_keep_what_a_run_may_change(name: str, keys: dict[str, Any], wanted: str) -> None:
+def test_checkpoints_keep_what_a_run_may_change(name, keys, wanted):
     """Where owners stay, checkpoint formats that identify experts by position are allowed."""
     from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 

@@ -1,14 +1,10 @@
 """A resumed run knows the loads of before, and the selections of layers under ``auto``."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.records.metrics import read_metrics
 from megatron_fssdp.strategies.auto_strategy import AutoStrategy
-from megatron_fssdp.strategies.layer_plan import LayerContext
 
 from ..training_run import assert_equal, relative_difference, rows, slow, train
 
@@ -19,9 +15,7 @@ AUTO = "auto FSSDP_PROFILE_ITERATIONS=1 choice_interval=6 record_dir="
 WANTED = {1: "fssdp", 2: "ep"}
 
 
-def each_its_own(
-    choosing: AutoStrategy, contexts: list[LayerContext], histories: list[LoadHistory]
-) -> np.ndarray:
+def each_its_own(choosing, contexts, histories):
     """Plant prices: fssdp costs nothing in layer 1, and ep costs nothing in layer 2."""
     names = list(choosing.candidates)
     assert len(contexts) <= 1, "each of two ranks prices one layer"
@@ -31,13 +25,11 @@ def each_its_own(
     return seconds_LC
 
 
-def told_what_to_choose() -> None:
+def told_what_to_choose():
     AutoStrategy.price = each_its_own
 
 
-def test_a_run_resumed_in_another_layout_keeps_the_selections_of_auto(
-    text_data: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumed_in_another_layout_keeps_the_selections_of_auto(text_data, tmp_path):
     saving = f"{{EP2}} {SELECTING} --save {tmp_path / 'checkpoints'} --save-interval 6"
     strategy = f"{AUTO}{tmp_path / 'whole'}"
     whole = train(2, saving, text_data, strategy=strategy, before=told_what_to_choose)
@@ -75,9 +67,7 @@ FIRST, *SLOW = RUNS
 
 
 @pytest.mark.parametrize("name", [FIRST, *slow(SLOW)])
-def test_a_resumed_run_has_the_bits_of_one_without_a_break(
-    name: str, text_data: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_bits_of_one_without_a_break(name, text_data, tmp_path):
     num_ranks, layout, strategy = RUNS[name]
     arguments = f"{EXACT} {layout} --hidden-dropout 0.1"
     saving = f"{arguments} --save {tmp_path} --save-interval 5"

@@ -13,13 +13,12 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop, all_to_all_at_once
 from megatron_fssdp.megatron_adapter.experts.slot_experts import expert_parameters
-from megatron_fssdp.testing import run_ranks
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks, run_megatron_ranks
 
 from ..layer.small_config import build_layer, moe_config
 
 
-def test_the_device_variable_selects_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_variable_selects_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not cpu_runtime.requested()
     monkeypatch.setenv(cpu_runtime.DEVICE_VARIABLE, "cpu")
@@ -32,7 +31,7 @@ def test_the_device_variable_selects_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
         cpu_runtime.requested()
 
 
-def test_nothing_is_replaced_in_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_in_a_gpu_run(monkeypatch):
     monkeypatch.setenv(cpu_runtime.DEVICE_VARIABLE, "cuda")
     with pytest.raises(ConfigurationError, match="torch finds no CUDA device"):
         cpu_runtime.install()
@@ -47,11 +46,13 @@ def test_nothing_is_replaced_in_a_gpu_run(monkeypatch: pytest.MonkeyPatch) -> No
     cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
 
 
-def gather_and_exchange(rank: int, world_size: int) -> None:
+@on_ranks(3, plain=True)
+def test_messages_take_one_hop_and_are_posted_at_once():
+    rank = dist.get_rank()
     ring, direct = dist.all_gather_into_tensor, dist.all_to_all_single
     for width, dtype in ((1, torch.bool), (256, torch.int64), (257, torch.int64)):
-        own_R = [torch.arange(2 * width).add(one).view(2, width).to(dtype) for one in range(world_size)]
-        gathered = own_R[0].new_empty(2 * world_size, width)
+        own_R = [torch.arange(2 * width).add(one).view(2, width).to(dtype) for one in range(3)]
+        gathered = own_R[0].new_empty(2 * 3, width)
         with mock.patch.object(dist, "all_to_all_single", side_effect=direct) as in_one_hop:
             all_gather_in_one_hop(ring, gathered, own_R[rank])
         assert torch.equal(gathered, torch.cat(own_R))
@@ -64,11 +65,7 @@ def gather_and_exchange(rank: int, world_size: int) -> None:
         assert torch.equal(ours, stock)
 
 
-def test_messages_take_one_hop_and_are_posted_at_once() -> None:
-    run_ranks(gather_and_exchange, 3)
-
-
-def first_weights(rank: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:
+def first_weights(rank, world_size):
     """Matrices of this rank's two experts, one by one and grouped, and what the rank draws next."""
     from megatron.core import parallel_state as ps
 
@@ -84,7 +81,7 @@ def first_weights(rank: int, world_size: int) -> list[tuple[torch.Tensor, ...]]:
     return found
 
 
-def test_experts_differ_between_expert_parallel_ranks_and_nowhere_else() -> None:
+def test_experts_differ_between_expert_parallel_ranks_and_nowhere_else():
     """Copies are equal, tensor-parallel parts are cut from one expert, and later layers are equal."""
     whole, cut = (run_megatron_ranks(first_weights, 4, tp=etp, etp=etp, ep=2) for etp in (1, 2))
     for of_ranks, parts in zip(zip(*whole, strict=True), zip(*cut, strict=True), strict=True):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fssdp.config.cluster_description import ClusterDescription, cluster_yaml, load_cluster
+from megatron_fssdp.config.cluster_description import cluster_yaml, load_cluster
 from megatron_fssdp.config.loading import load_yaml, validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.megatron_adapter.diagnosis import cluster_profiler
@@ -18,13 +18,13 @@ TINY = Path(__file__).parents[3] / "configs" / "gpt_moe_tiny.yaml"
 SETTINGS = ProfileSettings("box", least_bytes=1 << 10, most_bytes=1 << 14, num_repetitions=1)
 
 
-def measure(rank: int, world_size: int, num_nodes: int) -> tuple[ClusterDescription, list[str]]:
+def measure(rank, world_size, num_nodes):
     lines: list[str] = []
     run = validate(RunConfig, load_yaml(TINY), str(TINY))
     return measure_cluster(replace(SETTINGS, model=run), num_nodes, CPU, world_size, lines.append), lines
 
 
-def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path: Path) -> None:
+def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path):
     (cluster, lines), *others = run_ranks(measure, 4, 2)
     assert all(other == (cluster, []) for other in others)
     assert [line.partition("]")[0] for line in lines[1:]] == [f"[{step:2}/15" for step in range(1, 16)]
@@ -40,7 +40,7 @@ def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path: Path) -> None:
     assert load_cluster(path) == cluster
 
 
-def measure_planted(rank: int, world_size: int, num_nodes: int) -> tuple[ClusterDescription, list[Any]]:
+def measure_planted(rank, world_size, num_nodes):
     """Plant costs by group: 1 ns a byte inside a node, 100 ns between nodes, 60 ns for a device alone."""
     asked: list[Any] = []
 
@@ -64,7 +64,7 @@ def measure_planted(rank: int, world_size: int, num_nodes: int) -> tuple[Cluster
     return measure_cluster(SETTINGS, num_nodes, CPU, world_size, print), asked
 
 
-def test_a_node_s_nics_are_measured_with_all_its_devices() -> None:
+def test_a_node_s_nics_are_measured_with_all_its_devices():
     results = run_ranks(measure_planted, 4, 2)
     for rank, (_, asked) in enumerate(results):
         node, place = divmod(rank, 2)
@@ -87,7 +87,7 @@ def test_a_node_s_nics_are_measured_with_all_its_devices() -> None:
 
 
 @pytest.mark.parametrize(("num_nodes", "kind"), [(1, "intra_node"), (2, "inter_node")])
-def test_a_missing_class_of_links_takes_the_costs_of_the_other(num_nodes: int, kind: str) -> None:
+def test_a_missing_class_of_links_takes_the_costs_of_the_other(num_nodes, kind):
     cluster = run_ranks(measure_planted, 2, num_nodes)[0][0]
     assert cluster.intra_node == cluster.inter_node == cluster.inter_device
     assert all(list(classes) == [kind] for classes in cluster.collectives.values())
@@ -95,6 +95,6 @@ def test_a_missing_class_of_links_takes_the_costs_of_the_other(num_nodes: int, k
     assert f"same as {kind}" in cluster.sources[missing]
 
 
-def test_message_sizes_grow_fourfold_and_end_with_the_largest() -> None:
+def test_message_sizes_grow_fourfold_and_end_with_the_largest():
     assert SETTINGS.message_bytes() == [1 << 10, 1 << 12, 1 << 14]
     assert replace(SETTINGS, most_bytes=5000).message_bytes() == [1 << 10, 1 << 12, 5000]

@@ -1,25 +1,21 @@
 """What a program attaches: a strategy by its name, or that of the environment."""
 
+import os
+
 import pytest
 
 import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 
-def test_the_former_functions_name_their_successor() -> None:
+def test_the_former_functions_name_their_successor():
     with pytest.raises(AttributeError, match="attach"):
         megatron_fssdp.start_session  # noqa: B018
 
 
-def test_the_environment_asks_for_a_strategy_with_settings() -> None:
-    run_megatron_ranks(_check_environment, 2, ep=2)
-
-
-def _check_environment(rank: int, world_size: int) -> None:
-    import os
-
-    import megatron_fssdp
+@on_ranks(2, ep=2)
+def test_the_environment_asks_for_a_strategy_with_settings():
     from megatron_fssdp.megatron_adapter.iterations.attachment import current
 
     assert megatron_fssdp.attach_from_environment() is None

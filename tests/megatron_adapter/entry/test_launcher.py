@@ -15,7 +15,6 @@ from ..training_run import (
     GPT,
     SCRIPT,
     TINY_GPT_MOE,
-    TrainingRun,
     assert_equal,
     rows,
     train,
@@ -27,23 +26,23 @@ SHORT = "{EP2} --train-iters 3"
 
 
 @pytest.fixture(scope="module")
-def fssdp(text_data: Path) -> TrainingRun:
+def fssdp(text_data):
     return train(2, SHORT, text_data, strategy="fssdp")
 
 
-def test_strategy_none_equals_the_bare_script_bitwise(text_data: Path) -> None:
+def test_strategy_none_equals_the_bare_script_bitwise(text_data):
     bare = train(2, SHORT, text_data, launcher=False)
     assert_equal(train(2, SHORT, text_data, before=forbid_the_plugins_layer), bare)
 
 
-def forbid_the_plugins_layer() -> None:
+def forbid_the_plugins_layer():
     from megatron_fssdp.megatron_adapter.experts import gradient_sync
     from megatron_fssdp.megatron_adapter.layer import moe_layer
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def refuse(*args, **kwargs):
         raise AssertionError("--moe-strategy none built or wrapped something")
 
-    moe_layer.StrategyMoELayer.of = refuse  # type: ignore[method-assign, assignment]
+    moe_layer.StrategyMoELayer.of = refuse
     gradient_sync._install = refuse
 
 
@@ -56,7 +55,7 @@ BAD_INPUT = """
 
 
 @pytest.mark.parametrize("row", BAD_INPUT.strip().splitlines())
-def test_bad_input_gives_one_line_before_process_groups_start(row: str, text_data: Path) -> None:
+def test_bad_input_gives_one_line_before_process_groups_start(row, text_data):
     ((strategy, (arguments, named)),) = rows(row).items()
     options: Any = {"strategy": strategy, "env": {"WORLD_SIZE": "2"}}
     (run,) = train_on_all_ranks(1, f"{{EP2}} {arguments}", text_data, **options)
@@ -68,13 +67,13 @@ def test_bad_input_gives_one_line_before_process_groups_start(row: str, text_dat
     assert "Traceback" not in run.errors
 
 
-def remove_a_seam() -> None:
+def remove_a_seam():
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     del MoELayer.postprocess
 
 
-def build_other_layers() -> None:
+def build_other_layers():
     """Build the model from a spec that holds another class than Megatron's, as a fork might."""
     from functools import partial
 
@@ -84,7 +83,7 @@ def build_other_layers() -> None:
     class OtherLayer(MoELayer):
         pass
 
-    def with_other_layer(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_other_layer(stock, *args, **kwargs):
         return partial(OtherLayer, submodules=stock(*args, **kwargs).keywords["submodules"])
 
     wrap(gpt_layer_specs, "get_moe_module_spec_for_backend", with_other_layer)
@@ -97,16 +96,14 @@ def build_other_layers() -> None:
         (2, build_other_layers, "OtherLayer, wanted megatron.core.transformer.moe.moe_layer.MoELayer"),
     ],
 )
-def test_models_that_a_strategy_cannot_serve_are_refused(
-    num_ranks: int, before: Any, message: str, text_data: Path
-) -> None:
+def test_models_that_a_strategy_cannot_serve_are_refused(num_ranks, before, message, text_data):
     arguments = SHORT if num_ranks == 2 else ""
     runs = train_on_all_ranks(num_ranks, arguments, text_data, strategy="ep", before=before)
     assert [run.exit_code for run in runs] == [2] * num_ranks
     assert message in runs[0].errors
 
 
-def test_a_script_can_register_the_plugin_itself(text_data: Path, tmp_path: Path, fssdp: TrainingRun) -> None:
+def test_a_script_can_register_the_plugin_itself(text_data, tmp_path, fssdp):
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import megatron_fssdp\n"
@@ -121,7 +118,7 @@ def test_a_script_can_register_the_plugin_itself(text_data: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_bad_input_to_a_script_that_registers_itself_gives_one_line(tmp_path: Path) -> None:
+def test_bad_input_to_a_script_that_registers_itself_gives_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import megatron_fssdp\n"
@@ -140,7 +137,7 @@ def test_bad_input_to_a_script_that_registers_itself_gives_one_line(tmp_path: Pa
 @pytest.mark.skipif(
     "MEGATRON_LM_PATH" not in os.environ, reason="needs a Megatron-LM checkout (MEGATRON_LM_PATH)"
 )
-def test_an_unmodified_script_of_a_checkout_trains() -> None:
+def test_an_unmodified_script_of_a_checkout_trains():
     script = Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"
     training = f"{TINY_GPT_MOE} --mock-data --train-iters 3 --log-interval 1 --moe-strategy fssdp"
     done = subprocess.run(

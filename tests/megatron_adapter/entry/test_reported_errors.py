@@ -13,9 +13,7 @@ from megatron_fssdp.megatron_adapter.entry.bad_input import report
     ("rank", "local", "place"),
     [("0", "0", ""), ("8", "0", " on node1"), ("3", "3", " on rank 3"), ("9", "1", " on rank 9")],
 )
-def test_the_first_rank_of_a_node_is_the_first_to_print_an_error(
-    rank: str, local: str, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_rank_of_a_node_is_the_first_to_print_an_error(rank, local, place, monkeypatch, capsys):
     """torchrun ends a node's ranks when one ends. An error that the first one does not have is not lost."""
     waited: list[float] = []
     monkeypatch.setattr(os, "environ", {"RANK": rank, "LOCAL_RANK": local})

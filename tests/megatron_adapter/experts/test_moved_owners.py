@@ -5,11 +5,9 @@ of its optimizer state. A rank can own no expert of a layer, slots can hold expe
 chunks, and replicas are copies of Parameters that DDP may still be gathering.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +20,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 from ..training_run import (
-    TrainingRun,
     assert_close,
     before_iterations,
     relative_difference,
@@ -73,7 +70,7 @@ NEVER_MOVE = ("", "freeze_some", "split_transfers")  # hooks without a map of ow
 PACKAGES = {"several": "einops", "muon": "emerging_optimizers", "layer-wise": "emerging_optimizers"}
 
 
-def run(name: str, data: Path, *, stock: bool = False) -> TrainingRun:
+def run(name, data, *, stock=False):
     """Train a row; stock Megatron gets only those of its hooks that change the model."""
     num_ranks, arguments, strategy, hooks = ROWS[name]
     chosen = hooks.split()
@@ -85,7 +82,7 @@ def run(name: str, data: Path, *, stock: bool = False) -> TrainingRun:
 
 
 @pytest.mark.parametrize("name", [*DEFAULT, *slow(list(ROWS)[3:])])
-def test_losses_equal_stock_megatron(name: str, text_data: Path) -> None:
+def test_losses_equal_stock_megatron(name, text_data):
     package = PACKAGES.get(name.split()[0])
     if package is not None and find_spec(package) is None:
         pytest.skip(f"Megatron needs {package} for this optimizer")
@@ -99,7 +96,7 @@ def test_losses_equal_stock_megatron(name: str, text_data: Path) -> None:
     assert any("re-sharded" in message for message in ours.messages) == (ROWS[name][3] not in NEVER_MOVE)
 
 
-def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data: Path) -> None:
+def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data):
     before = partial(call, ["freeze_some"])
     for one in train_on_all_ranks(2, "{EP2} --train-iters 6", text_data, strategy="fssdp", before=before):
         assert one.exit_code == 2
@@ -108,7 +105,7 @@ def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data: Pa
         assert "reshard_interval=0" in line
 
 
-def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data: Path) -> None:
+def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data):
     arguments, strategy = "{EP2} --train-iters 3 {OVERLAPS}", "fssdp slots=0 reshard_interval=100"
     undisturbed = train(4, arguments, text_data, strategy=strategy)
     tried = train(4, arguments, text_data, strategy=strategy, before=try_what_is_refused)
@@ -118,22 +115,22 @@ def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data: 
 # ---------------------------------------------------------------- on the ranks
 
 
-def call(names: list[str]) -> None:
+def call(names):
     """Call functions of this file, which are named because tables and other processes get names."""
     for name in names:
         globals()[name]()
 
 
-def force_owners(devices: Any) -> None:
+def force_owners(devices):
     """Re-shard to a map that does not follow loads, and in pieces that several ranks have parts of."""
     from megatron_fssdp.collectives.sparse import slot_exchange
     from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
-    def reshard(self: Any, contexts: Sequence[Any], load_LE: np.ndarray, owners: OwnerMap) -> OwnerMap:
+    def reshard(self, contexts, load_LE, owners):
         even = np.arange(owners.device_LE.size) * owners.num_devices // owners.device_LE.size
         return owners.with_owners(devices(even).reshape(owners.device_LE.shape))
 
-    FssdpStrategy.reshard = reshard  # type: ignore[method-assign]
+    FssdpStrategy.reshard = reshard
     wrap(
         slot_exchange,
         "exchange_slots",
@@ -141,32 +138,30 @@ def force_owners(devices: Any) -> None:
     )
 
 
-def anywhere() -> None:
+def anywhere():
     """A device can own no or all experts of a layer, and its slots hold those of any layer."""
     force_owners(np.random.default_rng(7).permutation)
 
 
-def halves() -> None:
+def halves():
     """Each device owns all experts of some layers, also of other model chunks."""
     force_owners(lambda even: even)
 
 
-def freeze_all() -> None:
+def freeze_all():
     freeze(slice(None))
 
 
-def freeze_some() -> None:
+def freeze_some():
     """Freeze the first expert of every rank. A device can then have replicas of trained experts only."""
     freeze(slice(1))
 
 
-def freeze(experts: slice) -> None:
+def freeze(experts):
     """Freeze experts as a user does between building and wrapping a model."""
     from megatron.core.distributed import DistributedDataParallel
 
-    def wrapped(
-        init: Any, self: Any, config: Any, ddp_config: Any, module: Any, *more: Any, **kw: Any
-    ) -> None:
+    def wrapped(init, self, config, ddp_config, module, *more, **kw):
         for one in module.modules():
             for expert in getattr(one, "local_experts", [])[experts]:
                 expert.requires_grad_(False)
@@ -175,12 +170,12 @@ def freeze(experts: slice) -> None:
     wrap(DistributedDataParallel, "__init__", wrapped)
 
 
-def split_transfers() -> None:
+def split_transfers():
     """Split every transfer of weights in halves."""
     from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
     from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
-    def prepare_to_split(prepare: Any, self: Any, settings: Any) -> None:
+    def prepare_to_split(prepare, self, settings):
         prepare(self, settings)
         self.splits = True
 
@@ -188,11 +183,11 @@ def split_transfers() -> None:
     wrap(FssdpStrategy, "__init__", prepare_to_split)
 
 
-def try_what_is_refused() -> None:
+def try_what_is_refused():
     before_iterations(lambda iteration, *built: iteration == 2 and _try_what_is_refused(*built))
 
 
-def _try_what_is_refused(model: list[Any], optimizer: Any) -> None:
+def _try_what_is_refused(model, optimizer):
     """Each time one rank of four differs; all ranks must raise an error."""
     slots = next(one.slots for one in model[0].modules() if hasattr(one, "slot_layer"))
     resharding, even, rank = slots.resharding, slots.owners, dist.get_rank()
@@ -202,7 +197,7 @@ def _try_what_is_refused(model: list[Any], optimizer: Any) -> None:
     group = next(group for group in member.optimizer.param_groups if group["params"])
     state = member.optimizer.state[group["params"][0]]
 
-    def refused(what: str, error: type[Exception] = ConfigurationError, new: OwnerMap = maps[0]) -> None:
+    def refused(what, error=ConfigurationError, new=maps[0]):
         with pytest.raises(error, match=what):
             slots.move_to(new)
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.activation_logging import ActivationLogger
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts, _blanks_like
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 from ..grouped_linear import grouped_experts
 from ..layer.small_config import build_layer, moe_config, session_of
@@ -22,7 +23,7 @@ TOKENS, HIDDEN, EXPERTS = 24, 8, 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_empty_slots_sum_in_the_data_type_of_their_neighbours(dtype: torch.dtype) -> None:
+def test_empty_slots_sum_in_the_data_type_of_their_neighbours(dtype):
     weights = [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(2)]
     for one in weights:
         one.main_grad = torch.zeros_like(one, dtype=dtype)
@@ -34,23 +35,24 @@ class Additions(TorchDispatchMode):
 
     num = 0
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         is_addition = operator.name().startswith(("aten::add.Tensor", "aten::add_.Tensor"))
         self.num += is_addition and args[0].dim() == 2
         return operator(*args, **(kwargs or {}))
 
 
-def test_empty_slots_have_no_gradients_to_add_and_share_their_memory() -> None:
-    assert run_megatron_ranks(_with_empty_slots, 1) == [2 * 6]
-
-
-def _with_empty_slots(rank: int, world_size: int) -> int:
-    """Additions with two experts and four empty slots: the grouped layers add to each ``main_grad`` once."""
-    config = moe_config(world_size, HIDDEN, 2, moe_grouped_gemm=True)
-    config.gradient_accumulation_fusion = True
-    module = grouped_experts(fuses=True)(
+def two_grouped_experts(config, **options):
+    return grouped_experts(**options)(
         2, config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
     )
+
+
+@on_ranks(1)
+def test_empty_slots_have_no_gradients_to_add_and_share_their_memory():
+    """With two experts and four empty slots, the grouped layers add to each ``main_grad`` once."""
+    config = moe_config(1, HIDDEN, 2, moe_grouped_gemm=True)
+    config.gradient_accumulation_fusion = True
+    module = two_grouped_experts(config, fuses=True)
     experts = SlotExperts(module, 2)
     for one in module.parameters():
         one.main_grad, one.grad_added_to_main_grad = torch.zeros_like(one), False
@@ -66,78 +68,57 @@ def _with_empty_slots(rank: int, world_size: int) -> int:
         output.sum().backward()
     assert all(one.grad is None for one in blanks)
     assert all(one.main_grad.count_nonzero() for one in module.parameters())
-    return additions.num
+    assert additions.num == 2 * 6
 
 
-def test_quantized_copies_end_with_the_weights_of_an_iteration() -> None:
-    assert run_megatron_ranks(_kept_copies, 1) == [[[2, 0], [0, 3], [0, 0], [2, 0]]]
-
-
-def _kept_copies(rank: int, world_size: int) -> list[list[int]]:
+@on_ranks(1)
+def test_quantized_copies_end_with_the_weights_of_an_iteration():
     """Copies that stay for two and for three slots: two iterations, a pass of its own, an iteration."""
-    config = moe_config(world_size, HIDDEN, 2, moe_grouped_gemm=True)
-    module = grouped_experts()(
-        2, config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
-    )
+    module = two_grouped_experts(moe_config(1, HIDDEN, 2, moe_grouped_gemm=True))
     experts, found = SlotExperts(module, 2), []
     for slots, for_iteration in ((2, True), (3, True), (2, False), (2, True)):
         experts.bind([*experts.parameters, None][:slots], for_iteration=for_iteration)
         experts.compute(torch.ones(4, HIDDEN), torch.tensor([2, 2, 0][:slots]), torch.ones(4))
         bodies = [experts._bodies.get(number) for number in (2, 3)]
         found.append([len(one.linear_fc2._fp8_workspaces) if one else 0 for one in bodies])
-    return found
+    assert found == [[2, 0], [0, 3], [0, 0], [2, 0]]
 
 
-def build(world_size: int, *, grouped: bool) -> Any:
-    config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
-    return build_layer(config, "fssdp", {"slots": 1, "overlap_degree": 2})
-
-
-def draw(rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
+def draw():
+    generator = torch.Generator().manual_seed(dist.get_rank())
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=generator)
     return (hidden + 1).requires_grad_()  # A common direction: some experts are hot.
 
 
-def test_hooks_on_the_expert_module_run_once_and_hooks_inside_are_refused() -> None:
+@on_ranks(2, ep=2)
+def test_hooks_on_the_expert_module_run_once_and_hooks_inside_are_refused():
     """Inside, a hook would see the rows of whatever expert is in a slot."""
-    for found in run_megatron_ranks(_hooked, 2, ep=2):
-        for name, (num_seen, difference, message) in found.items():
-            assert num_seen == 2, name
-            assert difference <= 1e-6, name
-            assert "hook" in message
-            assert "--moe-strategy none" in message
-
-
-def _hooked(rank: int, world_size: int) -> dict[str, tuple[int, float, str]]:
-    """Passes that a hook has seen, the difference of a doubled output, and the refusal of a hook inside."""
-    found = {}
-    for name, grouped in (("one by one", False), ("grouped", True)):
-        layer, seen = build(world_size, grouped=grouped), []
-        hidden = draw(rank)
+    for grouped in (False, True):
+        config = moe_config(2, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
+        layer, seen = build_layer(config, "fssdp", {"slots": 1, "overlap_degree": 2}), []
+        hidden = draw()
         layer(hidden)[0].sum().backward()  # The next pass has replicas.
         plain = layer(hidden)[0].detach()
         layer.experts.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         layer.experts.register_forward_hook(lambda module, rows, result: (result[0] * 2, result[1]))
-        doubled = [layer(hidden)[0].detach() for _ in range(2)]
-        difference = max(float((one - 2 * plain).abs().max()) for one in doubled)
+        for _ in range(2):
+            torch.testing.assert_close(layer(hidden)[0].detach(), 2 * plain, rtol=0, atol=1e-6)
+        assert len(seen) == 2
         linears = layer.experts if grouped else layer.experts.local_experts[0]
         hook = ActivationLogger("")._make_activation_hook("", "") if grouped else print
         linears.linear_fc1.register_forward_hook(hook, with_kwargs=True)
-        with pytest.raises(ConfigurationError) as refused:
+        with pytest.raises(ConfigurationError, match=r"hook[\s\S]*--moe-strategy none"):
             layer(hidden)
-        found[name] = len(seen), difference, str(refused.value)
-    return found
 
 
 class _Adapter(torch.nn.Module):
     """A linear layer beside a frozen one, as in LoRA."""
 
-    def __init__(self, base: torch.nn.Module) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base, self.down = base, torch.nn.Linear(HIDDEN, 2)
 
-    def forward(self, *arguments: Any) -> Any:
+    def forward(self, *arguments):
         return self.base(*arguments)
 
 
@@ -145,20 +126,20 @@ class _Quantized(torch.nn.Module):
     """A class that replaces that of a module in its place, as ModelOpt's do."""
 
 
-def _own(owner: Any, name: str) -> None:
+def _own(owner, name):
     setattr(owner, name, MethodType(getattr(type(owner), name), owner))
 
 
-def _last(layer: Any) -> Any:
+def _last(layer):
     return getattr(layer.experts, "local_experts", [layer.experts])[-1]
 
 
-def _replace_weight(linear: Any) -> None:
+def _replace_weight(linear):
     name = "weight" if hasattr(linear, "weight") else "weight0"
     setattr(linear, name, torch.nn.Parameter(getattr(linear, name).detach()))
 
 
-def _wrap_whole(experts: Any) -> None:
+def _wrap_whole(experts):
     """The last expert, or grouped experts' second layer."""
     if hasattr(experts, "local_experts"):
         experts.local_experts[-1] = _Adapter(experts.local_experts[-1])
@@ -166,7 +147,7 @@ def _wrap_whole(experts: Any) -> None:
         experts.linear_fc2 = _Adapter(experts.linear_fc2)
 
 
-def _quantize(linear: Any) -> None:
+def _quantize(linear):
     linear.__class__ = type("Quantized", (_Quantized, type(linear)), {})
 
 
@@ -193,27 +174,19 @@ CHANGES: list[tuple[str, Callable[[Any], object], tuple[bool, ...]]] = [
 ]
 
 
-def test_changed_experts_are_refused() -> None:
+@on_ranks(2, ep=2)
+def test_changed_experts_are_refused():
     """Hosts wrap, quantize and replace parts, add hooks, and replace methods of single objects."""
-    for messages in run_megatron_ranks(_changed, 2, ep=2):
-        for what, message in messages:
-            assert what in message
-            assert "--moe-strategy none" in message
-
-
-def _changed(rank: int, world_size: int) -> list[tuple[str, str]]:
-    """What is said of each change of layers with experts one by one and grouped."""
     from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
-    found = []
     for (what, change, when), grouped in product(CHANGES, (False, True)):
         for joined in when:
-            config = moe_config(world_size, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
+            config = moe_config(2, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
             layer, session = build_layer(config, "fssdp", {}, stock=True), session_of("fssdp", {"slots": 1})
             if joined:
-                StrategyMoELayer.of(layer, session)(draw(rank))
+                StrategyMoELayer.of(layer, session)(draw())
             change(layer)
             with pytest.raises(ConfigurationError) as refused:
-                (layer if joined else StrategyMoELayer.of(layer, session))(draw(rank))
-            found.append((what, str(refused.value)))
-    return found
+                (layer if joined else StrategyMoELayer.of(layer, session))(draw())
+            assert what in str(refused.value)
+            assert "--moe-strategy none" in str(refused.value)

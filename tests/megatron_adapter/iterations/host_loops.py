@@ -1,12 +1,15 @@
 """The training loops of hosts, reduced to their calls of megatron-core, on a GPT-MoE with hot experts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 from ..layer.small_config import moe_config
 
@@ -22,8 +25,8 @@ class Trained:
     gradients: list[dict[tuple[int, int, int], float]] = field(default_factory=list)
     replicas: list[int] = field(default_factory=list)  # most of a layer's plan, by iteration
     forward_only: list[float] = field(default_factory=list)  # losses of log-probabilities
-    num_histories: list[int] = field(default_factory=list)
-    has_moved: bool = False
+    num_known: int = 0  # iterations whose loads are known of every layer, at the end
+    moved: list[bool] = field(default_factory=list)  # whether experts are elsewhere, by iteration
 
 
 class Host:
@@ -134,6 +137,11 @@ class Host:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def finalize(self) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self.model])
+
     def step(self, loss: float) -> None:
         self.found.gradients.append(self.gradients())
         _, norm, _ = self.optimizer.step()
@@ -223,8 +231,6 @@ def slime(host: Host, iteration: int) -> None:
 
 def nemo(host: Host, iteration: int) -> None:
     """Several calls of the schedule, none of which finalizes; gradients are scaled before their reduction."""
-    from megatron.core.distributed import finalize_model_grads
-
     host.reset()
     config, loss = host.config, 0.0
     kept = config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func
@@ -236,14 +242,12 @@ def nemo(host: Host, iteration: int) -> None:
     host.model.scale_gradients(0.5)
     if host.model.ddp_config.overlap_grad_reduce:
         host.model.start_grad_sync()
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(loss)
 
 
 def by_hand(host: Host, iteration: int) -> None:
     """No schedule; buffers are reset one by one; a forward pass without gradients in the middle."""
-    from megatron.core.distributed import finalize_model_grads
-
     for one in (*host.model.buffers, *host.model.expert_parallel_buffers):
         one.reset()
     for one in (*host.model.bucket_groups, *host.model.expert_parallel_bucket_groups):
@@ -258,7 +262,7 @@ def by_hand(host: Host, iteration: int) -> None:
         total += float(loss)
         with torch.inference_mode() if number else torch.no_grad():
             host.found.forward_only.append(float(host.forward()))
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(total)
 
 
@@ -277,10 +281,10 @@ def abandoning(host: Host, iteration: int) -> None:
                 raise ArithmeticError("the second micro-batch")
             return forward(model)
 
-        host.forward = failing  # type: ignore[method-assign]
+        host.forward = failing
         with suppress(ArithmeticError):
             host.passes()
-        host.forward = forward  # type: ignore[method-assign]
+        host.forward = forward
         host.reset()
     host.reset()
     host.step(host.passes())
@@ -302,24 +306,19 @@ def offloading(host: Host, iteration: int) -> None:
             one.param_data.copy_(values)
 
 
-LOOPS: dict[str, Callable[[Any, int], None]] = {
+Loop = Callable[[Any, int], None]
+Strategy = tuple[str, dict[str, Any]]
+LOOPS: dict[str, Loop] = {
     loop.__name__: loop for loop in (swift, verl, slime, nemo, by_hand, abandoning, offloading)
 }
 
 
-def train_under(
-    rank: int,
-    world_size: int,
-    loop: str,
-    strategies: list[tuple[str, dict[str, Any]]],
-    options: dict[str, Any],
-) -> list[Trained]:
-    """Train in one process under one strategy after another; each has a model of its own."""
+def trained(strategy: Strategy, loop: Loop, num_iterations: int = 3, **options: Any) -> Trained:
+    """Train a new model on this rank."""
     import megatron_fssdp
-    from megatron_fssdp.megatron_adapter.wrapping import wrap
     from megatron_fssdp.runtime.layers.pass_binder import PassBinder
 
-    made, results = list[int](), []
+    made = list[int]()
 
     def counting(make: Any, self: Any, plan: Any, *given: Any, **more: Any) -> Any:
         made.append(plan.placement.num_replicas)
@@ -327,18 +326,46 @@ def train_under(
 
     for method in ("for_iteration", "for_micro_batch"):
         wrap(PassBinder, method, counting)
-    for name, settings in strategies:
-        attachment = megatron_fssdp.attach(name, settings)
-        host: Any = Host(**options)
-        host.model.train()
-        for iteration in range(4):
-            made.clear()
-            LOOPS[loop](host, iteration)
-            host.found.replicas.append(max(made, default=0))
-            if not iteration:
-                host.overlaps_gather()
-            for model in attachment.models if name != "none" else ():
-                host.found.num_histories = [len(one.history) for one in model.session.runtime.layers]
-                host.found.has_moved |= not model.session.slots.owners.is_even  # slime moves them back
-        results.append(host.found)
-    return results
+    attachment = megatron_fssdp.attach(*strategy)
+    host = Host(**options)
+    host.model.train()
+    for iteration in range(num_iterations):
+        made.clear()
+        loop(host, iteration)
+        host.found.replicas.append(max(made, default=0))
+        if not iteration:
+            host.overlaps_gather()
+        for session in (model.session for model in attachment.models if strategy[0] != "none"):
+            host.found.num_known = min(len(one.history) for one in session.runtime.layers)
+            host.found.moved.append(not session.slots.owners.is_even)
+    return host.found
+
+
+def train_under(
+    rank: int, world_size: int, loop: str, strategies: list[Strategy], options: dict[str, Any]
+) -> list[Trained]:
+    """Train in one process under one strategy after another, ``none`` first; each has a model of its own."""
+    return [trained(one, LOOPS[loop], **options) for one in (("none", {}), *strategies)]
+
+
+def assert_equal(
+    ranks: list[list[Trained]], names: Sequence[str], groups: Sequence[Sequence[int]] = ((0, 1),)
+) -> None:
+    """Runs have the losses and norms of the first one of their rank, and in these groups its gradients."""
+    for stock, *others in ranks:
+        for name, found in zip(names, others, strict=True):
+            for what in ("losses", "norms", "forward_only"):
+                wanted = pytest.approx(getattr(stock, what), rel=1e-5)
+                assert getattr(found, what) == wanted, f"{name}: {what}"
+    for number, name in enumerate(names, 1):
+        for group in groups:
+            assert_equal_gradients(*([ranks[one][which] for one in group] for which in (number, 0)), name)
+
+
+def assert_equal_gradients(found: list[Trained], stock: list[Trained], name: str) -> None:
+    """Each expert's gradient is at its owner, wherever that is."""
+    of_ranks = (zip(*(one.gradients for one in ranks), strict=True) for ranks in (found, stock))
+    for got, wanted in zip(*of_ranks, strict=True):
+        experts, stock_experts = ({key: one[key] for one in parts for key in one} for parts in (got, wanted))
+        assert experts.keys() == stock_experts.keys(), name
+        assert experts == pytest.approx(stock_experts, rel=2e-5, abs=1e-7), name

@@ -1,8 +1,6 @@
 """The accounted memory equals what a Megatron training allocates for its experts."""
 
 import gc
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +29,7 @@ EXPERT_ELEMENTS = 2 * 32 * 64 + 64 + 32
 
 
 @pytest.mark.parametrize("name", [FIRST, *slow(SLOW)])
-def test_accounted_bytes_equal_allocated_bytes(name: str, text_data: Path) -> None:
+def test_accounted_bytes_equal_allocated_bytes(name, text_data):
     """After re-shards, sizes hold and each rank's optimizer part is as large as under plain EP."""
     world_size, layout, sizes = int(LAYOUTS[name][0]), *LAYOUTS[name][1:]
     found = {}
@@ -69,7 +67,7 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("name", ["in_turn", pytest.param("interleaved", marks=pytest.mark.slow)])
-def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: Path) -> None:
+def test_each_micro_batch_in_flight_has_its_own_replicas(name, text_data):
     """Count the weights of all replicas after a gather, in a pipeline of two stages of two ranks."""
     more, layers_of_stage = PIPELINES[name]
     arguments = f"{{EP2}} {{PP2}} --train-iters 3 {{BATCH16}} {more}"
@@ -83,7 +81,7 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name: str, text_data: P
         assert allocated == (accounted if rank % 2 else 0)
 
 
-def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_batches_are_accounted_with_the_largest(monkeypatch):
     from megatron.core import num_microbatches_calculator
 
     from megatron_fssdp.megatron_adapter.iterations.training_reports import _most_micro_batches
@@ -102,18 +100,18 @@ def test_growing_batches_are_accounted_with_the_largest(monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- on the ranks
 
 
-def at_end(do: Callable[[Any, Any], None]) -> None:
+def at_end(do):
     from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
     from megatron_fssdp.megatron_adapter.iterations.training_reports import account_memory
 
-    def end_and_do(end: Any, driver: Any) -> Any:
+    def end_and_do(end, driver):
         do(driver, account_memory(driver._session, driver._host, driver.held))
         return end(driver)
 
     wrap(IterationDriver, "end", end_and_do)
 
 
-def shadow_and_measure() -> None:
+def shadow_and_measure():
     """Shadow the first experts for any counts, and note the largest number of bytes that replicas had."""
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
@@ -123,7 +121,7 @@ def shadow_and_measure() -> None:
     allocated: list[int] = []
     gc.freeze()  # objects that exist already are not searched
 
-    def start_and_measure(start: Any, layer: Any) -> None:
+    def start_and_measure(start, layer):
         start(layer)  # The gather of this micro-batch's replicas has started now.
         here = [item for item in gc.get_objects() if isinstance(item, ReplicaSlots)]
         flats = [flat for slots in here for flat in slots.weights().values()]
@@ -133,10 +131,10 @@ def shadow_and_measure() -> None:
     at_end(lambda _, memory: note((dist.get_rank(), memory.replica_parameters_bytes, max(allocated))))
 
 
-def measure_in_training() -> None:
+def measure_in_training():
     moved: list[int] = []
 
-    def measure(driver: Any, memory: Any) -> None:
+    def measure(driver, memory):
         if driver.reshard is not None:
             moved.append(driver.reshard.experts_moved)
         parameters = [parameter for slot in driver._session.slots.parameters for parameter in slot]

@@ -1,8 +1,5 @@
 """Under the loops of all hosts, strategies have stock's losses and gradients, and plans from loads."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -10,7 +7,7 @@ from megatron_fssdp.records.loads import read_loads
 from tests.support.training_preload import run_megatron_ranks
 
 from ..training_run import slow
-from .host_loops import LOOPS, Trained, train_under
+from .host_loops import LOOPS, assert_equal, train_under
 
 FSSDP = ("fssdp", {"slots": 2, "overlap_degree": 3})
 MOVING = ("fssdp", {"slots": 2, "overlap_degree": 3, "reshard_interval": 2})
@@ -20,21 +17,21 @@ OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_trains_as_stock_megatron(loop: str) -> None:
+def test_a_loop_trains_as_stock_megatron(loop):
     compare(loop, [MOVING])
 
 
 @pytest.mark.parametrize(
     "loop", ["nemo", *slow([loop for loop in LOOPS if loop not in ("nemo", "offloading")])]
 )
-def test_a_loop_that_overlaps_trains_as_stock_megatron(loop: str) -> None:
+def test_a_loop_that_overlaps_trains_as_stock_megatron(loop):
     compare(loop, ALL if loop != "nemo" else [MOVING], **OVERLAPS)
 
 
 @pytest.mark.parametrize("loop", ["by_hand", *slow([loop for loop in LOOPS if loop != "by_hand"])])
-def test_none_records_the_loads_of_a_loop(loop: str, tmp_path: Path) -> None:
+def test_none_records_the_loads_of_a_loop(loop, tmp_path):
     names = ("none", "ep")
-    strategies = [("none", {}), *((name, {"record_dir": str(tmp_path / name)}) for name in names)]
+    strategies = [(name, {"record_dir": str(tmp_path / name)}) for name in names]
     for stock, recorded, _ in run_megatron_ranks(train_under, 2, loop, strategies, {}, ep=2):
         assert (recorded.losses, recorded.norms) == (stock.losses, stock.norms)
         assert recorded.gradients == stock.gradients
@@ -45,27 +42,12 @@ def test_none_records_the_loads_of_a_loop(loop: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(tokens_IL, wanted.counts_ILDE.sum(axis=(2, 3)))
 
 
-def compare(loop: str, strategies: list[tuple[str, dict[str, Any]]], **options: Any) -> None:
-    ranks = run_megatron_ranks(train_under, 2, loop, [("none", {}), *strategies], options, ep=2)
-    for stock, *others in ranks:
-        for (name, _), found in zip(strategies, others, strict=True):
-            assert_equal(found, stock, name)
-    for (name, settings), *of_ranks in zip(strategies, *(others for _, *others in ranks), strict=True):
-        assert_equal_gradients(list(of_ranks), [stock for stock, *_ in ranks], name)
-        if name == "fssdp":
-            assert all(one.replicas[-1] > 0 and all(one.num_histories) for one in of_ranks)
-            assert all(one.has_moved == ("reshard_interval" in settings) for one in of_ranks)
-
-
-def assert_equal(found: Trained, stock: Trained, name: str) -> None:
-    for what in ("losses", "norms", "forward_only"):
-        assert getattr(found, what) == pytest.approx(getattr(stock, what), rel=1e-5), f"{name}: {what}"
-
-
-def assert_equal_gradients(found: list[Trained], stock: list[Trained], name: str) -> None:
-    """Each expert's gradient is at its owner, wherever that is."""
-    of_ranks = (zip(*(one.gradients for one in ranks), strict=True) for ranks in (found, stock))
-    for got, wanted in zip(*of_ranks, strict=True):
-        experts, stock_experts = ({key: one[key] for one in parts for key in one} for parts in (got, wanted))
-        assert experts.keys() == stock_experts.keys(), name
-        assert experts == pytest.approx(stock_experts, rel=2e-5, abs=1e-7), name
+def compare(loop, strategies, **options):
+    ranks = run_megatron_ranks(train_under, 2, loop, strategies, options, ep=2)
+    assert_equal(ranks, [name for name, _ in strategies])
+    for _, *others in ranks:
+        for (name, settings), found in zip(strategies, others, strict=True):
+            if name == "fssdp":
+                assert found.replicas[-1] > 0
+                assert found.num_known > 0
+                assert any(found.moved) == ("reshard_interval" in settings)  # slime moves them back

@@ -1,7 +1,6 @@
 """What one rank refuses, and ranks with different settings, end all ranks with one line."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..training_run import train_on_all_ranks, wrap
 SHORT = "{EP2} --train-iters 2"
 
 
-def other_files() -> None:
+def other_files():
     """Let each rank find another file, as on nodes that do not share them."""
     rank = int(os.environ["RANK"])
     folder = Path(os.environ["FOLDER"]) / str(rank)
@@ -21,15 +20,15 @@ def other_files() -> None:
     Path("strategy.yaml").write_text(f"slots: {1 + rank}\n")
 
 
-def other_queues() -> None:
+def other_queues():
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(1 + int(os.environ["RANK"]))
 
 
-def other_routing() -> None:
+def other_routing():
     """Let each rank's command line ask for another number of experts for a token."""
     from megatron_fssdp.megatron_adapter.entry import registration
 
-    def attach(stock: Any, requested: Any) -> None:
+    def attach(stock, requested):
         (args,) = requested.host.sources
         args.moe_router_topk = 2 + int(os.environ["RANK"])
         stock(requested)
@@ -47,9 +46,7 @@ def other_routing() -> None:
         (None, "--moe-strategy ep --moe-strategy-set record_dir={file}", "record_dir"),
     ],
 )
-def test_all_ranks_are_refused(
-    before: Callable[[], None] | None, more: str, message: str, text_data: Path, tmp_path: Path
-) -> None:
+def test_all_ranks_are_refused(before, more, message, text_data, tmp_path):
     (tmp_path / "file").touch()
     more = more.replace("{file}", str(tmp_path / "file"))
     options: Any = {"before": before, "env": {"FOLDER": str(tmp_path)}, "grace_s": 300}

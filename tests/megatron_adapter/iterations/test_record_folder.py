@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,6 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.megatron_options import options, plain
-from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.launch.run_data import data_arguments
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
@@ -33,16 +31,16 @@ RUNS = {
 MODEL = set(ModelArguments.model_fields)
 
 
-def run_of(*overrides: str) -> RunConfig:
+def run_of(*overrides):
     return load_run(["gpt_moe_tiny"], ["training.save=ckpt", "training.global_batch_size=null", *overrides])
 
 
-def record(folder: Path, run: RunConfig | None) -> None:
+def record(folder, run):
     write_recorded_settings(folder, run, STRATEGY)
     (folder / METRICS_FILE).write_text("{}\n")
 
 
-def test_another_run_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_run_gets_a_folder_of_its_own(tmp_path, caplog):
     asked, run = tmp_path / "records", run_of()
     assert record_folder(asked, run, resumes=False) == asked
     assert not caplog.text
@@ -56,7 +54,7 @@ def test_another_run_gets_a_folder_of_its_own(tmp_path: Path, caplog: pytest.Log
     assert record_folder(asked, run, resumes=False) == second
 
 
-def test_a_resumed_run_continues_its_own_records(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_own_records(tmp_path):
     asked = tmp_path / "records"
     record(asked, run_of())
     assert record_folder(asked, run_of("training.train_iters=99"), resumes=True) == asked
@@ -66,13 +64,13 @@ def test_a_resumed_run_continues_its_own_records(tmp_path: Path) -> None:
     assert record_folder(asked, run_of(), resumes=True) == tmp_path / "records-2", "the latest"
 
 
-def test_runs_that_a_yaml_cannot_describe_are_told_apart_by_that(tmp_path: Path) -> None:
+def test_runs_that_a_yaml_cannot_describe_are_told_apart_by_that(tmp_path):
     record(tmp_path / "records", None)
     assert record_folder(tmp_path / "records", None, resumes=True) == tmp_path / "records"
     assert record_folder(tmp_path / "records", run_of(), resumes=True) == tmp_path / "records-2"
 
 
-def test_sizes_that_a_yaml_leaves_to_megatrons_defaults_are_the_same(tmp_path: Path) -> None:
+def test_sizes_that_a_yaml_leaves_to_megatrons_defaults_are_the_same(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("{}\n")
@@ -84,7 +82,7 @@ def test_sizes_that_a_yaml_leaves_to_megatrons_defaults_are_the_same(tmp_path: P
         assert record_folder(folder, load_run(["gpt_moe_tiny"], settings), resumes=True) == tmp_path / name
 
 
-def parsed(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
+def parsed(run, monkeypatch):
     """Megatron's arguments of a run, with what its own checks would add."""
     from megatron.training.arguments import parse_args
 
@@ -99,7 +97,7 @@ def parsed(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_shipped_run_is_read_back_from_its_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_run_is_read_back_from_its_arguments(name, monkeypatch):
     run = load_run(RUNS[name])
     args = parsed(run, monkeypatch)
     on_cpu = run.training.device == "cpu"
@@ -121,14 +119,14 @@ def test_a_shipped_run_is_read_back_from_its_arguments(name: str, monkeypatch: p
         assert job_of_run(found) == job_of_run(run)
 
 
-def test_other_arguments_are_recorded_under_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_arguments_are_recorded_under_their_own_names(monkeypatch):
     run = load_run(["gpt_moe_tiny"], ["model.moe_expert_capacity_factor=1.5", "training.num_workers=3"])
     found = described_config(parsed(run, monkeypatch), "gpt", 4, True, STRATEGY)
     assert found.model.model_extra["moe_expert_capacity_factor"] == 1.5
     assert found.training.model_extra["num_workers"] == 3
 
 
-def test_what_a_yaml_cannot_describe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_yaml_cannot_describe_is_refused(monkeypatch):
     args = parsed(load_run(["gpt_moe_tiny"]), monkeypatch)
     args.sources[0].train_iters = None  # --train-samples
     with pytest.raises(ConfigurationError, match=r"training\.train_iters: missing"):

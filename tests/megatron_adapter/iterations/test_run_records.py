@@ -4,19 +4,18 @@ import os
 import sys
 import types
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
-from megatron_fssdp.records.metrics import IterationMetrics, RunSession, read_metrics
+from megatron_fssdp.records.metrics import RunSession, read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.records.recorded_run import load
 from megatron_fssdp.records.run_settings import run_config_of
 
-from ..training_run import TrainingRun, assert_equal, note, relative_difference, train, wrap
+from ..training_run import assert_equal, note, relative_difference, train, wrap
 
 STAGES, PEERS = "{PP2} {BATCH16}", "{TP2} {NO_BIAS}"
 RESHARDING = "reshard_interval=3 overlap_degree=1 slots=1"
@@ -31,9 +30,7 @@ RESHARDING = "reshard_interval=3 overlap_degree=1 slots=1"
         pytest.param(PEERS, 2, id="two expert-tensor-parallel peers"),
     ],
 )
-def test_all_devices_and_layers_are_recorded(
-    layout: str, num_sources: int, text_data: Path, tmp_path: Path
-) -> None:
+def test_all_devices_and_layers_are_recorded(layout, num_sources, text_data, tmp_path):
     # Without slots, replicas come and go with each pass until memory is measured: here in two micro-batches.
     settings, num_gathers, num_reductions = ("", 4, 2) if layout == PEERS else ("slots=8", 1, 1)
     strategy = f"fssdp {settings} record_dir={tmp_path}"
@@ -76,12 +73,12 @@ def test_all_devices_and_layers_are_recorded(
     assert all(entry.resharded_experts == entry.reshard_bytes == entry.reshard_s == 0 for entry in metrics)
 
 
-def note_routing() -> None:
+def note_routing():
     """Note the counts of each pass: layer, device and tokens by expert."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.router import TopKRouter
 
-    def routing(route: Any, router: Any, *args: Any, **kwargs: Any) -> Any:
+    def routing(route, router, *args, **kwargs):
         probs, routing_map = route(router, *args, **kwargs)
         device = parallel_state.get_expert_model_parallel_rank()
         note((router.layer_number, device, routing_map.sum(dim=0).tolist()))
@@ -91,7 +88,7 @@ def note_routing() -> None:
 
 
 @pytest.fixture(scope="module")
-def staged(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path]:
+def staged(text_data, tmp_path_factory):
     """Two pipeline stages with four micro-batches, re-sharding, and boards; and the folder of all records."""
     folder = tmp_path_factory.mktemp("staged")
     arguments = f"{{EP2}} {STAGES} --num-layers 4 --train-iters 5 --log-interval 2 --tensorboard-dir {folder}"
@@ -100,7 +97,7 @@ def staged(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
     return train(4, arguments, text_data, strategy=strategy, before=note_and_fake_wandb), folder
 
 
-def test_single_micro_batches_are_recorded_as_they_were_routed(staged: tuple[TrainingRun, Path]) -> None:
+def test_single_micro_batches_are_recorded_as_they_were_routed(staged):
     run, folder = staged
     found = read_micro_batch_loads(folder)
     assert found.counts_IZLDE.shape == (5, 4, 4, 2, 8)
@@ -112,7 +109,7 @@ def test_single_micro_batches_are_recorded_as_they_were_routed(staged: tuple[Tra
     np.testing.assert_array_equal(found.counts_IZLDE.sum(axis=1), read_loads(folder).counts_ILDE)
 
 
-def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
+def check_passes(metrics, num_stages):
     for entry in metrics:
         passes = [one for layer in entry.layers for one in (layer.forward, layer.backward)]
         inside_s = 0.0
@@ -127,7 +124,7 @@ def check_passes(metrics: list[IterationMetrics], num_stages: int) -> None:
         assert 0 < entry.passes_s < entry.iteration_s
 
 
-def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devices: int) -> None:
+def check_placements(record_dir, metrics, num_devices):
     placements = read_placements(record_dir)
     assert placements.iterations.tolist() == [entry.iteration for entry in metrics]
     assert placements.present_ILED.shape == (3, 2, 8, num_devices)
@@ -143,7 +140,7 @@ def check_placements(record_dir: Path, metrics: list[IterationMetrics], num_devi
         np.testing.assert_allclose(values_IL, recorded)
 
 
-def check_reshards(run: TrainingRun, folder: Path, num_copies: int) -> None:
+def check_reshards(run, folder, num_copies):
     metrics = read_metrics(folder)
     assert [entry.lm_loss for entry in metrics] == pytest.approx(run.losses, rel=1e-6)
     for key in ("resharded_experts", "reshard_bytes"):
@@ -156,17 +153,17 @@ def check_reshards(run: TrainingRun, folder: Path, num_copies: int) -> None:
     assert 0 < leaving <= moved.resharded_experts <= 8 * len(moved.layers)
 
 
-def test_reshards_are_recorded_in_their_iterations(staged: tuple[TrainingRun, Path]) -> None:
+def test_reshards_are_recorded_in_their_iterations(staged):
     check_reshards(*staged, num_copies=1)
 
 
 @pytest.mark.slow
-def test_reshards_of_copies_are_recorded(text_data: Path, tmp_path: Path) -> None:
+def test_reshards_of_copies_are_recorded(text_data, tmp_path):
     strategy = f"fssdp {RESHARDING} record_dir={tmp_path}"
     check_reshards(train(4, "{EP2} --train-iters 5", text_data, strategy=strategy), tmp_path, num_copies=2)
 
 
-def test_strategy_none_records_losses(text_data: Path, tmp_path: Path) -> None:
+def test_strategy_none_records_losses(text_data, tmp_path):
     evaluating = "{EP2} --train-iters 3 --split 40,40,20 --eval-interval 2 --eval-iters 1"
     stock = train(2, evaluating, text_data, strategy="none")
     run = train(2, evaluating, text_data, strategy=f"none record_dir={tmp_path}")
@@ -188,9 +185,7 @@ def test_strategy_none_records_losses(text_data: Path, tmp_path: Path) -> None:
         pytest.param("{NO_BIAS}", 1, marks=pytest.mark.slow),
     ],
 )
-def test_none_and_ep_record_the_same_loads(
-    layout: str, num_ranks: int, text_data: Path, tmp_path: Path
-) -> None:
+def test_none_and_ep_record_the_same_loads(layout, num_ranks, text_data, tmp_path):
     for name in ("none", "ep"):
         train(
             num_ranks, f"{layout} --train-iters 2", text_data, strategy=f"{name} record_dir={tmp_path / name}"
@@ -205,10 +200,10 @@ def test_none_and_ep_record_the_same_loads(
         assert replace(wanted, forward=None, backward=None, strategy=None) == found
 
 
-def note_evaluations() -> None:
+def note_evaluations():
     from megatron.training import training
 
-    def noting(evaluate: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(evaluate, *args, **kwargs):
         result = evaluate(*args, **kwargs)
         note(float(result[0]["lm loss"]))
         return result
@@ -216,7 +211,7 @@ def note_evaluations() -> None:
     wrap(training, "evaluate", noting)
 
 
-def test_skipped_training_only_evaluates(text_data: Path, tmp_path: Path) -> None:
+def test_skipped_training_only_evaluates(text_data, tmp_path):
     layout = "{EP2} --train-iters 4 --split 40,40,20 --eval-interval 100 --eval-iters 1 {TORCH_DIST}"
     moving, folder = "fssdp slots=2 reshard_interval=2", tmp_path / "checkpoints"
     train(2, f"{layout} --save {folder} --save-interval 4", text_data, strategy=moving)
@@ -229,7 +224,7 @@ def test_skipped_training_only_evaluates(text_data: Path, tmp_path: Path) -> Non
     assert all(found == pytest.approx(losses[0], rel=1e-6) for found in losses)
 
 
-def test_boards_have_the_figures_of_logged_iterations(staged: tuple[TrainingRun, Path]) -> None:
+def test_boards_have_the_figures_of_logged_iterations(staged):
     """Rank 0 gathers the figures and the last rank has the boards; they are on different pipeline stages."""
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trained, folder = staged
@@ -261,7 +256,7 @@ def test_boards_have_the_figures_of_logged_iterations(staged: tuple[TrainingRun,
             assert (value.num, value.sum, value.max) == (8, load_E.sum(), load_E.max())
 
 
-def figures(name: str, record: Any, but: str) -> dict[str, float]:
+def figures(name, record, but):
     return {
         name.format(key): value
         for key, value in asdict(record).items()
@@ -269,11 +264,11 @@ def figures(name: str, record: Any, but: str) -> dict[str, float]:
     }
 
 
-def note_and_fake_wandb() -> None:
+def note_and_fake_wandb():
     note_routing()
     module: Any = types.ModuleType("wandb")
 
-    def log(values: dict[str, Any], step: int | None = None) -> None:
+    def log(values, step=None):
         note((step, {name: np.asarray(value).tolist() for name, value in values.items()}))
 
     module.init = lambda **_: None

@@ -1,39 +1,38 @@
 """Loops that are correct in stock Megatron and unusual, and those that get one line of error instead."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
+import megatron_fssdp
+from megatron_fssdp.config.errors import ConfigurationError
 from tests.support.training_preload import run_megatron_ranks
 
+from ..training_run import slow
 from . import host_loops
-from .host_loops import Host, Trained, swift
-from .test_host_loops import FSSDP, MOVING, assert_equal, assert_equal_gradients
+from .host_loops import Host, Loop, Strategy, assert_equal, swift, trained
+from .test_host_loops import FSSDP, MOVING
 
 
-def late_reset(host: Host, iteration: int) -> None:
+def late_reset(host, iteration):
     """Gradients are set to zero between the first forward pass and its backward pass."""
-    from megatron.core.distributed import finalize_model_grads
-
     loss = host.forward()
     host.reset()
     loss.backward()
     more = host.forward()
     more.backward()
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(float(loss) + float(more))
 
 
-def first_forward_alone(host: Host, iteration: int) -> None:
+def first_forward_alone(host, iteration):
     """A forward pass without a backward pass, in training mode, before gradients are set to zero."""
     host.forward()
     swift(host, iteration)
 
 
-def reading(host: Host, iteration: int) -> None:
+def reading(host, iteration):
     """Nothing finalizes gradients, which the loop reads itself after each of two calls of the schedule."""
     host.reset()
     host.config.finalize_model_grads_func = None
@@ -42,11 +41,11 @@ def reading(host: Host, iteration: int) -> None:
     host.step(loss + host.passes(2))
 
 
-def own_finalize(host: Host, iteration: int) -> None:
+def own_finalize(host, iteration):
     """A function of the loop's own changes gradients before DDP reduces them."""
     from megatron.core.distributed import finalize_model_grads
 
-    def finalize(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
+    def finalize(chunks, *args, **kwargs):
         halve(host)
         finalize_model_grads(chunks, *args, **kwargs)
 
@@ -54,10 +53,8 @@ def own_finalize(host: Host, iteration: int) -> None:
     swift(host, iteration)
 
 
-def halving(host: Host, iteration: int) -> None:
+def halving(host, iteration):
     """No schedule; gradients are changed after backward passes, in one iteration after each."""
-    from megatron.core.distributed import finalize_model_grads
-
     host.reset()
     loss = 0.0
     for number in range(2):
@@ -66,23 +63,21 @@ def halving(host: Host, iteration: int) -> None:
         loss += float(of_batch)
         if number or iteration == 2:
             halve(host)
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(loss)
 
 
-def crossed(host: Host, iteration: int) -> None:
+def crossed(host, iteration):
     """Two forward passes before their backward passes, in the same order, without a schedule."""
-    from megatron.core.distributed import finalize_model_grads
-
     host.reset()
     losses = [host.forward(), host.forward()]
     for loss in losses:
         loss.backward()
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(float(sum(losses)))
 
 
-def averaged(host: Host, iteration: int) -> None:
+def averaged(host, iteration):
     """In the middle of an iteration, other weights are evaluated in the place of the model's."""
     host.reset()
     loss = host.passes(1)
@@ -94,7 +89,7 @@ def averaged(host: Host, iteration: int) -> None:
     host.step(loss + host.passes(2))
 
 
-def in_chunks(host: Host, iteration: int) -> None:
+def in_chunks(host, iteration):
     """Between two calls of the schedule, a reference is evaluated, and in one iteration its weights stay."""
     host.reset()
     host.config.finalize_model_grads_func = None
@@ -107,7 +102,7 @@ def in_chunks(host: Host, iteration: int) -> None:
     host.step(loss + host.passes(1))
 
 
-def in_parts(host: Host, iteration: int) -> None:
+def in_parts(host, iteration):
     """The loop clips gradients by itself, between two parts of the optimizer's step."""
     host.reset()
     host.found.losses.append(host.passes())
@@ -117,75 +112,70 @@ def in_parts(host: Host, iteration: int) -> None:
     assert host.optimizer.step_with_ready_grads()
 
 
-def in_eval_mode(host: Host, iteration: int) -> None:
+def in_eval_mode(host, iteration):
     """In every other iteration, the model is in eval mode when a schedule trains it."""
     host.model.train(iteration % 2 == 0)
     swift(host, iteration)
 
 
-def by_hand_in_eval_mode(host: Host) -> None:
+def by_hand_in_eval_mode(host):
     """Nothing says that this trains, until gradients are reduced."""
-    from megatron.core.distributed import finalize_model_grads
-
     host.reset()
     host.model.eval()
     loss = host.forward()
     loss.backward()
-    finalize_model_grads([host.model])
+    host.finalize()
     host.step(float(loss))
 
 
 @torch.no_grad()
-def write(host: Host, weights: list[torch.Tensor]) -> None:
+def write(host, weights):
     for parameter, values in zip(host.gpt.parameters(), weights, strict=True):
         parameter.copy_(values)
 
 
-def halve(host: Host) -> None:
+def halve(host):
     for parameter in host.model.parameters():
         parameter.main_grad.mul_(0.5)
     host.found.gradients.append(host.gradients())
 
 
-def trained(strategy: tuple[str, dict[str, Any]], loop: Callable[[Host, int], None]) -> tuple[Trained, Any]:
-    import megatron_fssdp
-
-    attachment = megatron_fssdp.attach(*strategy)
-    host = Host()
-    host.model.train()
-    for iteration in range(4):
-        loop(host, iteration)
-    return host.found, attachment.models[0].session
-
-
-def train_unusually(rank: int, world_size: int) -> list[tuple[Trained, Trained, list[int], bool]]:
-    results = []
-    quota, flexmoe = ("quota", {"slots": 2}), ("flexmoe", {})
-    for loop, *others in (
-        *((late_reset, quota), (first_forward_alone,), (reading, flexmoe), (own_finalize,), (in_parts,)),
-        *((halving, quota, flexmoe), (crossed, quota, flexmoe), (averaged, quota), (in_chunks, quota)),
-        (in_eval_mode, flexmoe),
-    ):
-        stock, _ = trained(("none", {}), loop)
-        # Weights are written while Parameters have the experts that their names mean.
-        for strategy in (FSSDP if loop in (averaged, in_chunks) else MOVING, *others):
-            found, session = trained(strategy, loop)
-            known = [len(layer.history) for layer in session.runtime.layers]
-            stays = session.slots.owners.is_even and strategy is MOVING
-            results.append((found, stock, known, stays))
-    return results
+QUOTA, FLEXMOE = ("quota", {"slots": 2}), ("flexmoe", {})
+LOOPS: dict[Loop, list[Strategy]] = {
+    late_reset: [MOVING],
+    first_forward_alone: [MOVING],
+    reading: [MOVING, FLEXMOE],
+    own_finalize: [MOVING],
+    in_parts: [MOVING],
+    halving: [MOVING, FLEXMOE],
+    crossed: [MOVING, QUOTA],
+    # Weights are written while Parameters have the experts that their names mean.
+    averaged: [FSSDP, QUOTA],
+    in_chunks: [FSSDP],
+    in_eval_mode: [MOVING, FLEXMOE],
+}
+MORE: dict[Loop, list[Strategy]] = {
+    late_reset: [QUOTA],
+    halving: [QUOTA],
+    crossed: [FLEXMOE],
+    in_chunks: [QUOTA],
+}
 
 
-def test_unusual_loops_train_as_stock_megatron() -> None:
-    ranks = run_megatron_ranks(train_unusually, 2, ep=2)
-    for of_ranks in zip(*ranks, strict=True):
-        found, stock = ([one[which] for one in of_ranks] for which in (0, 1))
-        assert_equal_gradients(found, stock, "unusual")
-    for of_rank in ranks:
-        for found, stock, known, _ in of_rank:
-            assert_equal(found, stock, "unusual")
-            assert min(known) > 0
-        assert not any(stays for *_, stays in of_rank)
+def train_unusually(rank, world_size, table):
+    """Stock Megatron's run, and that of each strategy, by loop."""
+    return {loop: [trained(one, loop) for one in (("none", {}), *table[loop])] for loop in table}
+
+
+@pytest.mark.parametrize("table", [LOOPS, *slow([MORE])], ids=["loops", "more strategies"])
+def test_unusual_loops_train_as_stock_megatron(table):
+    ranks = run_megatron_ranks(train_unusually, 2, table, ep=2)
+    for loop, strategies in table.items():
+        of_ranks = [found[loop] for found in ranks]
+        assert_equal(of_ranks, [f"{name}, {loop.__name__}" for name, _ in strategies])
+        for strategy, *runs in zip(strategies, *(others for _, *others in of_ranks), strict=True):
+            assert min(one.num_known for one in runs) > 0
+            assert strategy is not MOVING or all(one.moved[-1] for one in runs)
 
 
 SERVED = {"frozen model", "home between iterations", "copy at home", "reference at home"}
@@ -206,23 +196,20 @@ REFUSED = {
 }
 
 
-def refusals(rank: int, world_size: int) -> dict[str, str]:
+def refusals(rank, world_size):
     """What each case says, or nothing."""
     from megatron.core.distributed import DistributedDataParallel
 
-    import megatron_fssdp
-    from megatron_fssdp.config.errors import ConfigurationError
-
     said: dict[str, str] = {}
 
-    def note(case: str, call: Callable[..., object], *arguments: object) -> None:
+    def note(case, call, *arguments):
         said[case] = ""
         try:
             call(*arguments)
         except ConfigurationError as error:
             said[case] = str(error)
 
-    def host_of(strategy: tuple[str, dict[str, Any]], num_iterations: int) -> Host:
+    def host_of(strategy, num_iterations):
         megatron_fssdp.attach(*strategy)
         host = Host()
         host.model.train()
@@ -275,14 +262,14 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     for layer in wrapped.decoder.layers:
         for expert in layer.mlp.experts.local_experts:
             expert.linear_fc1.adapter = torch.nn.Linear(2, 2)
-    host_loops.build = lambda config: wrapped  # type: ignore[assignment]
+    host_loops.build = lambda config: wrapped
     note("adapter", Host)
     megatron_fssdp.attach(*(FSSDP if rank else ("none", {})))
     note("other strategy", Host)
     return said
 
 
-def test_what_cannot_be_served_is_one_line() -> None:
+def test_what_cannot_be_served_is_one_line():
     for said in run_megatron_ranks(refusals, 2, ep=2):
         assert said.keys() == SERVED | REFUSED.keys()
         for case, line in said.items():

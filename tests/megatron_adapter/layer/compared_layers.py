@@ -157,9 +157,7 @@ def _add_to_main_grad(parameter: Any) -> None:
     parameter.grad, parameter.grad_added_to_main_grad = None, False
 
 
-def _pass(
-    layer: Any, hidden: torch.Tensor, upstream: torch.Tensor, *, in_segments: bool = False
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def _pass(layer, hidden, upstream, *, in_segments=False):
     """Output, gradients of the input and of the router, and those of the experts over their copies."""
     from megatron.core import parallel_state as ps
 

@@ -23,9 +23,7 @@ def moe_config(world_size: int, hidden_size: int, num_experts: int, **options: A
     )
 
 
-def build_layer(
-    config: Any, strategy: str, settings: dict[str, Any], *, fuses: bool = False, stock: bool = False
-) -> Any:
+def build_layer(config, strategy, settings, *, fuses=False, stock=False):
     """An MoE layer, with stand-ins for grouped linear layers, which may add gradients to ``main_grad``.
 
     A ``stock`` layer is Megatron's own, from the same submodules.

@@ -9,37 +9,27 @@ from typing import Any
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 from .small_config import moe_config, session_of
 
 
-def model_of(spec: Any, num_experts: int | None = 4, **keys: Any) -> Any:
-    """A tiny BERT on the ranks of a pipeline."""
-    import torch
-    from megatron.core import parallel_state
+def model_of(spec, num_experts=4, **keys):
+    """A tiny BERT."""
     from megatron.core.models.bert.bert_model import BertModel
 
-    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
     options = {"num_layers": 4, "num_attention_heads": 2, "add_bias_linear": True, "hidden_dropout": 0.0}
-    options |= {"attention_dropout": 0.0, "pipeline_dtype": torch.float32}
-    options |= {"pipeline_model_parallel_size": pipeline, **keys}
-    config = moe_config(1, 16, num_experts or 1, **options)
+    config = moe_config(1, 16, num_experts or 1, **options, attention_dropout=0.0, **keys)
     config.num_moe_experts = num_experts
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    ends = {"pre_process": stage == 0, "post_process": stage == pipeline - 1}
-    return BertModel(config, 2, spec, vocab_size=32, max_sequence_length=8, **ends)
+    return BertModel(config, 2, spec, vocab_size=32, max_sequence_length=8)
 
 
-def kinds_of(model: Any) -> list[str]:
+def kinds_of(model):
     return [type(layer.mlp).__name__ for layer in model.encoder.layers]
 
 
-def test_bert_models_have_experts_in_the_requested_layers() -> None:
-    run_megatron_ranks(_check_models, 1)
-
-
-def _check_models(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_bert_models_have_experts_in_the_requested_layers():
     # Bound before the plugin is installed, as Megatron-LM's script does.
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
 
@@ -63,14 +53,14 @@ def _check_models(rank: int, world_size: int) -> None:
     _check_attention(every)
 
 
-def _check_attention(model: Any) -> None:
+def _check_attention(model):
     """Words attend to later words, and no word attends to the padding."""
     import torch
 
     model.eval()
     mask = torch.tensor([[1] * 6 + [0] * 2])
 
-    def logits(changed: int | None = None) -> Any:
+    def logits(changed=None):
         tokens = torch.arange(8).view(1, 8)
         if changed is not None:
             tokens[0, changed] = 31
@@ -84,7 +74,7 @@ def _check_attention(model: Any) -> None:
     assert (logits(changed=7)[:6] - plain[:6]).abs().max() <= tolerance, "words attend to the padding"
 
 
-def test_specs_differ_only_in_the_layers_with_experts() -> None:
+def test_specs_differ_only_in_the_layers_with_experts():
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -105,7 +95,7 @@ def test_specs_differ_only_in_the_layers_with_experts() -> None:
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="has Transformer Engine")
-def test_a_missing_transformer_engine_is_named() -> None:
+def test_a_missing_transformer_engine_is_named():
     from megatron_fssdp.pretraining.pretrain_bert import stock_spec
 
     with pytest.raises(ConfigurationError, match="--transformer-impl local"):

@@ -2,24 +2,24 @@
 
 import sys
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 import megatron_fssdp
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 from .small_config import build_layer, moe_config
 
 ROOT, HIDDEN, TOKENS = Path(megatron_fssdp.__file__).parent, 8, 16
 
 
-def entered_files(rank: int, world_size: int) -> set[str]:
-    """Files whose functions ran in the second micro-batch of an iteration, without the CPU runtime's."""
-    layer = build_layer(moe_config(world_size, HIDDEN, 4), "ep", {})
+@on_ranks(2, ep=2)
+def test_a_forward_pass_under_ep_enters_few_files():
+    """Files whose functions run in the second micro-batch of an iteration, without the CPU runtime's."""
+    layer = build_layer(moe_config(2, HIDDEN, 4), "ep", {})
     runtime, entered = layer._session.runtime, set[str]()
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note(frame, event, _):
         if event == "call":
             entered.add(frame.f_code.co_filename)
 
@@ -32,10 +32,6 @@ def entered_files(rank: int, world_size: int) -> set[str]:
         sys.setprofile(None)
         output.sum().backward()
     own = [Path(file).relative_to(ROOT) for file in entered if Path(file).is_relative_to(ROOT)]
-    return {str(file) for file in own if "cpu" not in file.parts}
-
-
-def test_a_forward_pass_under_ep_enters_few_files() -> None:
-    for files in run_megatron_ranks(entered_files, 2, ep=2):
-        assert "runtime/layers/slot_layer.py" in files
-        assert len(files) <= 8, sorted(files)
+    files = {str(file) for file in own if "cpu" not in file.parts}
+    assert "runtime/layers/slot_layer.py" in files
+    assert len(files) <= 8, sorted(files)

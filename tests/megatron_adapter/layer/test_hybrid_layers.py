@@ -5,35 +5,23 @@ is replaced. Layers of Mamba need a GPU.
 """
 
 from functools import partial
-from typing import Any
 
-from tests.support.training_preload import run_megatron_ranks
+import torch
+import torch.distributed as dist
+
+from tests.support.training_preload import on_ranks
 
 from .small_config import moe_config, session_of
 
 EXPERTS, HIDDEN, LAYERS = 4, 8, 3
 
 
-def test_a_stack_computes_what_stock_megatron_computes() -> None:
-    for difference, numbers in run_megatron_ranks(_compare, 2, ep=2):
-        assert difference <= 1e-6
-        assert numbers == [1, 2, 3]
-
-
-def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder() -> None:
-    for numbers, indices in run_megatron_ranks(_numbers_of_later_layers, 2, ep=2):
-        assert numbers == [2, LAYERS + 2, LAYERS + 4]
-        assert indices == [0, None, None]
-
-
-CONFIG = partial(moe_config, hidden_size=HIDDEN, num_experts=EXPERTS, num_layers=LAYERS, hidden_dropout=0.0)
-
-
+CONFIG = partial(moe_config, 2, HIDDEN, EXPERTS, num_layers=LAYERS, hidden_dropout=0.0)
 SETTINGS = {"slots": 1, "overlap_degree": 2}
 
 
-def _compare(rank: int, world_size: int) -> tuple[float, list[int]]:
-    import torch
+@on_ranks(2, ep=2)
+def test_a_stack_computes_what_stock_megatron_computes():
     from megatron.core.models.hybrid.hybrid_block import HybridStack
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -42,9 +30,9 @@ def _compare(rank: int, world_size: int) -> tuple[float, list[int]]:
     from megatron_fssdp.megatron_adapter.layer.moe_layer import join
 
     hybrid_stack_spec.submodules.moe_layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
-    config, groups = CONFIG(world_size), ProcessGroupCollection.use_mpu_process_groups()
+    config, groups = CONFIG(), ProcessGroupCollection.use_mpu_process_groups()
 
-    def build() -> Any:
+    def build():
         return HybridStack(
             config,
             hybrid_stack_spec.submodules,
@@ -57,35 +45,36 @@ def _compare(rank: int, world_size: int) -> tuple[float, list[int]]:
     session, ours = session_of("fssdp", SETTINGS), build()
     join(ours, session)
     ours.load_state_dict(stock.state_dict())
-    hidden = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    hidden = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank()))
     wanted, got = (stack(hidden.clone(), None) for stack in (stock, ours))
-    difference = float((wanted - got).detach().abs().max())
-    return difference, list(session.slots.layer_numbers())
+    assert (wanted - got).abs().max() <= 1e-6
+    assert list(session.slots.layer_numbers()) == [1, 2, 3]
 
 
-def _numbers_of_later_layers(rank: int, world_size: int) -> tuple[list[int], list[Any]]:
-    import torch
+@on_ranks(2, ep=2)
+def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder():
     from megatron.core.models.gpt import moe_module_specs
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     from megatron_fssdp.megatron_adapter.layer.moe_layer import join
 
-    config = CONFIG(world_size)
+    config = CONFIG()
     build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
 
     class Later(MultiTokenPredictionLayer):
         """A layer of multi-token prediction of which only what counts for its MoE layer is left."""
 
-        def __init__(self, depth: int) -> None:
+        def __init__(self, depth):
             torch.nn.Module.__init__(self)
             self.layer_number, self.mtp_layer_pattern = depth, "*E"
             self.moe = make_layer()
 
-    def make_layer() -> Any:
+    def make_layer():
         layer = build(config=config, pg_collection=None)
         layer.set_layer_number(2)
         return layer
 
     model = torch.nn.ModuleList([make_layer(), Later(1), Later(2)])
     layers = join(model, session_of("fssdp", SETTINGS))
-    return [layer.slot_layer.context.layer for layer in layers], [layer._index for layer in layers]
+    assert [layer.slot_layer.context.layer for layer in layers] == [2, LAYERS + 2, LAYERS + 4]
+    assert [layer._index for layer in layers] == [0, None, None]

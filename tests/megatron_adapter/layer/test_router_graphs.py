@@ -4,12 +4,11 @@ There is no graph on a CPU. Megatron's flags and its store of captured tensors a
 which Megatron's transformer layer sets them at the capture and at every replay.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 from .small_config import build_layer, moe_config
 
@@ -17,30 +16,17 @@ EXPERTS, HIDDEN, TOKENS = 4, 8, 16
 REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0}
 
 
-def test_a_graph_of_preprocessing_keeps_its_table_while_plans_change() -> None:
-    for captured, differences, num_plans in run_megatron_ranks(_capture_preprocessing, 2, ep=2):
-        assert captured
-        assert max(differences) == 0.0
-        assert num_plans > 1
-
-
-def test_a_graph_of_preprocessing_counts_each_iteration_anew() -> None:
-    for addresses, counted, spread in run_megatron_ranks(_count_in_graph, 2, ep=2):
-        assert len(addresses) == 1
-        assert counted == spread == [2 * TOKENS] * 2
-
-
-def _captured_layer(rank: int, world_size: int) -> tuple[Any, torch.Tensor]:
+def _captured_layer():
     """A layer whose preprocessing is in a graph, and an input."""
     from megatron.core.transformer import cuda_graphs
     from megatron.core.transformer.enums import CudaGraphModule
 
-    config = moe_config(world_size, HIDDEN, EXPERTS)
+    config = moe_config(2, HIDDEN, EXPERTS)
     config.cuda_graph_impl = "transformer_engine"
     config.cuda_graph_modules = [CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
     layer = build_layer(config, "fssdp", REPLICAS)
     layer.slot_layer.counts._measures_spread = True  # as with records
-    hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank()))
     hidden[..., 0] += 2
     cuda_graphs._set_capture_start()
     layer(hidden)
@@ -48,13 +34,14 @@ def _captured_layer(rank: int, world_size: int) -> tuple[Any, torch.Tensor]:
     return layer, hidden
 
 
-def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], list[int]]:
-    """Replay a graph of preprocessing twice in each of two iterations: its tensors, and what is counted."""
-    layer, hidden = _captured_layer(rank, world_size)
+@on_ranks(2, ep=2)
+def test_a_graph_of_preprocessing_counts_each_iteration_anew():
+    """Replay it twice in each of two iterations."""
+    layer, hidden = _captured_layer()
     slots, clock, dispatcher = layer.slot_layer, layer.slot_layer.clock, layer.token_dispatcher
     slots.reset()
     sums = slots.counts._rows_W[0], slots.counts._spread.sums
-    addresses, counted, spread = set(), [], []
+    addresses = set()
     for _ in range(2):
         clock.driven, clock.trains, clock.num_micro_batches = True, True, 2
         for _ in range(2):
@@ -72,23 +59,23 @@ def _count_in_graph(rank: int, world_size: int) -> tuple[set[int], list[int], li
             layer.cudagraph_tensor_store.clear()
         shared = slots.counts.to_share(slots.passes.shared)
         addresses.add((slots.counts._rows_W[0].data_ptr(), slots.counts._spread.sums.data_ptr()))
-        counted.append(int(shared[0]))
-        spread.append(int(shared[-1]))
+        assert shared[0] == shared[-1] == 2 * TOKENS
         slots.gradients.finish()
         slots.end_iteration()
-    return addresses, counted, spread
+    assert len(addresses) == 1
 
 
-def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float], int]:
+@on_ranks(2, ep=2)
+def test_a_graph_of_preprocessing_keeps_its_table_while_plans_change():
     """Capture with the slots of the first plan; replay with those of later plans, as the graph would."""
-    layer, hidden = _captured_layer(rank, world_size)
+    layer, hidden = _captured_layer()
     slots, clock = layer.slot_layer, layer.slot_layer.clock
     dispatcher, table = layer.token_dispatcher, _table_of(slots)
-    attributes = list(dispatcher.valid_cudagraph_attrs)
-    differences, plans = [], set()
+    assert [*dispatcher.valid_cudagraph_attrs]
+    plans = set()
     for hot in range(3):
         clock.driven, clock.trains, clock.num_micro_batches = True, True, 1
-        slots.history.append(1 + 99 * np.eye(EXPERTS, dtype=np.int64)[[hot] * world_size])
+        slots.history.append(1 + 99 * np.eye(EXPERTS, dtype=np.int64)[[hot] * 2])
         wanted, _ = layer(hidden)
         plans.add(slots.passes.plan.digest())
         assert layer.token_dispatcher is dispatcher
@@ -101,14 +88,14 @@ def _capture_preprocessing(rank: int, world_size: int) -> tuple[bool, list[float
         got, _ = layer(hidden)
         layer.router.forward = forward
         layer.cudagraph_tensor_store.clear()
-        differences.append(float((got - wanted).abs().max()))
+        assert torch.equal(got, wanted)
         wanted.sum().backward()
         slots.gradients.finish()
         slots.end_iteration()
-    return bool(attributes), differences, len(plans)
+    assert len(plans) > 1
 
 
-def _table_of(slots: Any) -> tuple[int, ...]:
+def _table_of(slots):
     """Addresses and sizes of the share table that a graph of preprocessing reads."""
     shares = slots.passes.in_use.shares
     return tuple(
@@ -116,5 +103,5 @@ def _table_of(slots: Any) -> tuple[int, ...]:
     )
 
 
-def _forbidden(*args: Any, **kwargs: Any) -> None:
+def _forbidden(*args, **kwargs):
     raise AssertionError("a replay ran the router")

@@ -5,7 +5,6 @@ The simulator replays the recorded loads with the same costs, which are planted 
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
 
-from ..training_run import TrainingRun, add_to_logits, assert_close, note, slow, train, wrap
+from ..training_run import add_to_logits, assert_close, note, slow, train, wrap
 
 EXAMPLE = "second_home"
 EXAMPLE_FOLDER = Path(__file__).parents[3] / "examples" / EXAMPLE
@@ -38,23 +37,23 @@ NAMES = [name for name, entry in STRATEGIES.items() if entry.strategy is not Non
 IN_TURN = [f"{name} overlap=false" for name in NAMES if "overlap" in STRATEGIES[name].settings.model_fields]
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6, LINK), 300, 100, 50.0, 3)
-WORLD, NUM_ITERATIONS, MEASURED = 4, 9, 2
+WORLD, NUM_ITERATIONS, MEASURED = 4, 7, 2
 ARGUMENTS = f"{{EP4}} --train-iters {NUM_ITERATIONS}"
 TOPOLOGY = Topology.uniform(WORLD, 2)
 
 
-def prepare() -> None:
+def prepare():
     """Run on every rank: plant the costs, and make two experts hot, and others in the second half."""
     from megatron.training import get_args
 
     from megatron_fssdp.megatron_adapter.iterations import iteration_driver
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
-    def plant(layers: Any, *_: Any, **__: Any) -> None:
+    def plant(layers, *_, **__):
         for layer in layers:
             layer.set_profile(PROFILE)
 
-    def note_plan(travel: Any, self: SlotLayer) -> None:
+    def note_plan(travel, self):
         plan = self.passes.in_use.plan  # of the only micro-batch of an iteration
         has_replicas = plan.placement.num_replicas > 0
         life = plan.life.value if has_replicas else None
@@ -67,7 +66,7 @@ def prepare() -> None:
     add_to_logits(lambda logits: [0, 1] if get_args().curr_iteration < NUM_ITERATIONS // 2 else [4, 5], 2.0)
 
 
-def register_example() -> None:
+def register_example():
     if EXAMPLE not in STRATEGIES:
         sys.path.insert(0, str(EXAMPLE_FOLDER))
         import second_home
@@ -75,26 +74,20 @@ def register_example() -> None:
         second_home.register()
 
 
-def trained(words: str, data: Path, folder: Path) -> TrainingRun:
+def trained(words, data, folder):
     strategy = f"{words} record_dir={folder} FSSDP_PROFILE_ITERATIONS={MEASURED}"
     return train(WORLD, ARGUMENTS, data, strategy=strategy, before=prepare)
 
 
 @pytest.fixture(scope="module")
-def plain(text_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path]:
+def plain(text_data, tmp_path_factory):
     """A training under plain expert parallelism, and its records."""
     folder = tmp_path_factory.mktemp("ep")
     return trained("ep nodes=2", text_data, folder), folder
 
 
 @pytest.mark.parametrize("chosen", [*NAMES, EXAMPLE, *slow(IN_TURN)])
-def test_training_and_simulator_agree(
-    chosen: str,
-    plain: tuple[TrainingRun, Path],
-    text_data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_training_and_simulator_agree(chosen, plain, text_data, tmp_path, monkeypatch):
     name, *more = chosen.split()
     keys = [*KEYS.get(name, "").split(), *more, "nodes=2"]
     run, folder = plain
@@ -107,7 +100,7 @@ def test_training_and_simulator_agree(
     monkeypatch.setenv("FSSDP_PROFILE_ITERATIONS", str(MEASURED))
     monkeypatch.setattr(STRATEGIES, "_entries", dict(STRATEGIES._entries))
     register_example()
-    strategy = build_strategy(name, resolve_strategy(name, None, keys))  # type: ignore[arg-type]
+    strategy = build_strategy(name, resolve_strategy(name, None, keys))
     simulated = list(replay_strategy(strategy, read_loads(folder).counts_ILDE, TOPOLOGY, PROFILE))
     notes = iter(run.notes[: NUM_ITERATIONS * 2])  # of rank 0
     found: list[tuple[bool, bool]] = []

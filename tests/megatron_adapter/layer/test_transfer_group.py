@@ -1,7 +1,6 @@
 """NCCL options and time-out of the transfer group, and points of the program on devices with one queue."""
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,13 +20,12 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import (
 )
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.testing import run_ranks
-from tests.support.training_preload import TRAINING_PRELOAD
+from tests.support.training_preload import on_ranks
 
 from ..training_run import note, train_on_all_ranks, wrap
 
 
-def test_transfers_have_high_priority_unless_a_file_says_otherwise(tmp_path: Path) -> None:
+def test_transfers_have_high_priority_unless_a_file_says_otherwise(tmp_path):
     path = tmp_path / "nccl.yaml"
     for text, wanted in (
         ("ep: {max_ctas: 32}", {"is_high_priority_stream": True, "max_ctas": 8}),
@@ -42,9 +40,7 @@ def test_transfers_have_high_priority_unless_a_file_says_otherwise(tmp_path: Pat
     ("backend", "connections", "wanted"),
     [("nccl", "1", True), ("nccl", "8", False), ("nccl", None, False), ("gloo", "1", False)],
 )
-def test_one_connection_means_one_queue_on_gpus(
-    monkeypatch: pytest.MonkeyPatch, backend: str, connections: str | None, wanted: bool
-) -> None:
+def test_one_connection_means_one_queue_on_gpus(monkeypatch, backend, connections, wanted):
     monkeypatch.setattr(dist, "get_backend", lambda group: backend)
     if connections is None:
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -53,10 +49,10 @@ def test_one_connection_means_one_queue_on_gpus(
     assert has_one_queue(cast(Any, None)) is wanted
 
 
-def note_timeouts() -> None:
+def note_timeouts():
     from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
-    def begin_iteration(begin: Any, self: MoERuntime, *args: object) -> None:
+    def begin_iteration(begin, self, *args):
         groups = self.layers[0].groups
         assert groups.transfers is not None
         for group in (groups.expert_parallel, groups.transfers):
@@ -66,66 +62,56 @@ def note_timeouts() -> None:
     wrap(MoERuntime, "begin_iteration", begin_iteration)
 
 
-def test_process_groups_of_transfers_have_megatrons_timeout(text_data: Path) -> None:
+def test_process_groups_of_transfers_have_megatrons_timeout(text_data):
     arguments = "{EP2} --train-iters 2 --distributed-timeout-minutes 7"
     for run in train_on_all_ranks(2, arguments, text_data, strategy="fssdp", before=note_timeouts):
         assert run.notes == (420, 420, 420, 420)
 
 
-def node_devices(rank: int, world_size: int) -> list[object]:
-    """The devices and ranks of this rank's node, and what refuses nodes of one rank."""
-    topology = Topology((0, 0, 1))
-    made = create_node_slots(dist.group.WORLD, topology)
-    with pytest.raises(ConfigurationError) as caught:
+@on_ranks(3)
+def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused():
+    made = create_node_slots(dist.group.WORLD, Topology((0, 0, 1)))
+    with pytest.raises(ConfigurationError, match=r"^FSSDP_PEER_PUTS:"):
         create_node_slots(dist.group.WORLD, Topology((0, 1, 2)))
-    if made is None:
-        return [str(caught.value)]
-    of_all: Any = dist.group.WORLD
-    wanted = of_all._get_backend(torch.device("cpu")).options._timeout
-    return [made.devices, dist.get_process_group_ranks(made.group), made.timeout == wanted]
+    assert (made is None) == (dist.get_rank() == 2)
+    if made is not None:
+        assert (made.devices, dist.get_process_group_ranks(made.group)) == ((0, 1), [0, 1])
+        assert made.timeout == dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
 
 
-def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused() -> None:
-    first, second, (message,) = run_ranks(node_devices, 3, preload=TRAINING_PRELOAD)
-    assert first == second == [(0, 1), [0, 1], True]
-    assert message.startswith("FSSDP_PEER_PUTS:")
-
-
-def create_bound(rank: int, world_size: int) -> tuple[list[object], bool, list[int]]:
+@on_ranks(2)
+def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device():
     """Rank 0 alone creates a group, while the default group is bound to a device."""
     from megatron.core import parallel_state
 
-    seen: list[object] = []
+    seen, rank = [], dist.get_rank()
 
-    def create_group(*args: Any, **kwargs: Any) -> Any:
+    def create_group(*args, **kwargs):
         seen.append(dist.group.WORLD.bound_device_id)
         return dist.new_group(args[0], use_local_synchronization=True)
 
     parallel_state.create_group = create_group
-    own = [dist.new_group([one]) for one in range(world_size)][rank]
+    own = [dist.new_group([one]) for one in range(2)][rank]
     device = dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
-    ranks: list[int] = []
     if rank == 0:
         group = create_transfer_group(own, DEFAULT_OPTIONS)
-        ranks = dist.get_process_group_ranks(group)
-    return seen, dist.group.WORLD.bound_device_id == device, ranks
-
-
-def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device() -> None:
-    assert run_ranks(create_bound, 2) == [([None], True, [0]), ([], True, [])]
+        assert dist.get_process_group_ranks(group) == [0]
+        assert seen == [None]
+    assert dist.group.WORLD.bound_device_id == device
+    dist.group.WORLD.bound_device_id = None
 
 
 class FakeLayer(torch.nn.Module):
     """A transformer layer whose attention has two parts; the second one returns its bias as well."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.config = SimpleNamespace(overlap_moe_expert_parallel_comm=False)
         self.self_attention = torch.nn.Module()
         self.self_attention.qkv = torch.nn.Linear(2, 2)
         self.self_attention.proj = WithBias(2, 2)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         output, _ = self.self_attention.proj(self.self_attention.qkv(hidden))
         return cast(torch.Tensor, output)
 
@@ -133,14 +119,14 @@ class FakeLayer(torch.nn.Module):
 
 
 class WithBias(torch.nn.Linear):
-    def forward(self, hidden: torch.Tensor) -> Any:
+    def forward(self, hidden):
         return super().forward(hidden), None
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
 def test_a_layer_begins_with_its_gather_and_parts_of_attention_are_points_if_there_is_one_queue(
-    monkeypatch: pytest.MonkeyPatch, one_queue: bool
-) -> None:
+    monkeypatch, one_queue
+):
     group, order = object(), []
     lane = SimpleNamespace(advance=lambda: order.append("point"))
     monkeypatch.setattr(transfer_lanes, "_stream_lanes", {group: {"weights": lane}})

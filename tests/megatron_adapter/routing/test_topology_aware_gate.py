@@ -1,4 +1,3 @@
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +16,13 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import (
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.records.metrics import read_metrics
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 from ..layer.small_config import moe_config
 from ..training_run import relative_difference, train
 
 
-def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn(seed):
     """Scores of 30 tokens for 8 experts, of which at least 3 are near."""
     generator = torch.Generator().manual_seed(seed)
     is_near_E = torch.zeros(8, dtype=torch.bool)
@@ -33,8 +32,8 @@ def drawn(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(0, 40), st.booleans())
 def test_the_allowed_number_of_tokens_leaves_and_no_expert_is_chosen_twice(
-    seed: int, top_k: int, most_leaving: int, few_values: bool
-) -> None:
+    seed, top_k, most_leaving, few_values
+):
     fit_TE, is_near_E = drawn(seed)
     if few_values:
         fit_TE = (4 * fit_TE).round()
@@ -62,7 +61,7 @@ TWO_NODES = Topology.uniform(4, 2)
 OWNERS = np.array([0, 0, 1, 1, 2, 2, 3, 3])
 
 
-def test_logits_are_compared_after_a_softmax() -> None:
+def test_logits_are_compared_after_a_softmax():
     """The second token has the higher logit but the lower probability, so the first one can leave."""
     logits = torch.tensor([[0.0, 0, 0, 0, 9, 0, 0, 0], [19.0, 0, 0, 0, 20, 0, 0, 0]])
     for is_logits, wanted in ((True, [4, 0]), (False, [0, 4])):
@@ -72,7 +71,7 @@ def test_logits_are_compared_after_a_softmax() -> None:
         assert torch.equal(scores, logits.gather(1, indices))
 
 
-def test_nodes_with_too_few_experts_are_refused() -> None:
+def test_nodes_with_too_few_experts_are_refused():
     config = SimpleNamespace(moe_router_topk=5)
     router = SimpleNamespace(router_replay=None, config=config)
     with pytest.raises(ConfigurationError, match=r"4 experts in a node, wanted at least 5"):
@@ -87,16 +86,13 @@ ROUTERS: list[dict[str, Any]] = [
 ]
 
 
-def test_only_the_selection_of_experts_changes() -> None:
-    run_megatron_ranks(_check_routers, 1)
-
-
-def _check_routers(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_only_the_selection_of_experts_changes():
     for options in ROUTERS:
         _check_router(options)
 
 
-def _check_router(options: dict[str, Any]) -> None:
+def _check_router(options):
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -106,7 +102,7 @@ def _check_router(options: dict[str, Any]) -> None:
     router.set_layer_number(1)
     inputs = torch.randn(40, 1, 16, generator=torch.Generator().manual_seed(3))
 
-    def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def routed():
         router.zero_grad()
         probs, routing_map = router(inputs)
         (probs * 0).sum().backward()  # the auxiliary loss alone
@@ -130,7 +126,7 @@ def _check_router(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_training_keeps_tokens_in_their_node_and_strategies_agree(text_data: Path, tmp_path: Path) -> None:
+def test_training_keeps_tokens_in_their_node_and_strategies_agree(text_data, tmp_path):
     gate = "nodes=2 router=topology_aware leaving_share=0.25"
     losses = {}
     for name, strategy in (

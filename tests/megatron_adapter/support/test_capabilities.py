@@ -1,6 +1,5 @@
 import importlib.metadata
 import tomllib
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -9,11 +8,10 @@ from megatron_fssdp.cli.doctor.examination import is_tested
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.support import capabilities
 from megatron_fssdp.megatron_adapter.support.capabilities import TESTED_VERSIONS, check_seams
+from tests.support.python_process import ROOT
 
-ROOT = Path(__file__).parents[3]
 
-
-def test_the_installed_megatron_has_all_seams_and_a_tested_version() -> None:
+def test_the_installed_megatron_has_all_seams_and_a_tested_version():
     check_seams(for_training=True)
     assert is_tested("megatron-core", importlib.metadata.version("megatron-core"))
 
@@ -28,14 +26,14 @@ def test_the_installed_megatron_has_all_seams_and_a_tested_version() -> None:
         ("megatron.training.checkpointing", "dist_checkpointing.no_such_function"),
     ],
 )
-def test_a_missing_seam_is_named(module: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_seam_is_named(module, path, monkeypatch):
     monkeypatch.setattr(capabilities, "SEAMS", {module: path})
     with pytest.raises(ConfigurationError, match=path) as refusal:
         check_seams(for_training=True)
     assert capabilities.pip_install("megatron-core") in str(refusal.value)
 
 
-def test_other_files_state_the_tested_versions() -> None:
+def test_other_files_state_the_tested_versions():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["te"]]
     stated = {one.name: one.specifier for one in map(Requirement, wanted)}

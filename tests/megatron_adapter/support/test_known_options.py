@@ -29,7 +29,7 @@ from tests.support.python_process import ROOT, python_output
 NAMES = "from tests.megatron_adapter.support.test_known_options import names; print('NAMES', names())"
 
 
-def names() -> str:
+def names():
     """Names of Megatron's options by class, in JSON."""
     kinds: list[Any] = [DistributedDataParallelConfig, OptimizerConfig, TransformerConfig]
     for kind in kinds:
@@ -40,7 +40,7 @@ def names() -> str:
 
 
 @pytest.fixture(scope="module", params=["", *filter(None, [os.environ.get("MEGATRON_LM_PATH")])])
-def checkout_and_names(request: Any, tmp_path_factory: Any) -> tuple[str, dict[str, list[str]]]:
+def checkout_and_names(request, tmp_path_factory):
     """A checkout of Megatron-LM, or nothing for the installed one, and names of its options by class."""
     if not request.param:
         return "", json.loads(names())
@@ -50,13 +50,13 @@ def checkout_and_names(request: Any, tmp_path_factory: Any) -> tuple[str, dict[s
     return request.param, json.loads(python_output("-c", NAMES, PYTHONPATH=path).rpartition("NAMES")[2])
 
 
-def test_every_option_of_megatron_is_in_the_list(checkout_and_names: Any) -> None:
+def test_every_option_of_megatron_is_in_the_list(checkout_and_names):
     names = set().union(*checkout_and_names[1].values())
     assert len(names) > 800
     assert names - known_options() == set(), "sort them into known_options.txt, or refuse them"
 
 
-def test_megatron_has_every_attribute_exactly_where_it_is_declared(checkout_and_names: Any) -> None:
+def test_megatron_has_every_attribute_exactly_where_it_is_declared(checkout_and_names):
     checkout, names = checkout_and_names
     kinds = set().union(*attributes().values()) - {OPTIONAL}
     found = {one: {kind for kind in kinds if one in names[kind]} for one in attributes()}
@@ -68,7 +68,7 @@ def test_megatron_has_every_attribute_exactly_where_it_is_declared(checkout_and_
     assert optional <= known_options()
 
 
-def _check(default: Any, value: Any, module: str = "megatron.core.made_up", **methods: Any) -> None:
+def _check(default, value, module="megatron.core.made_up", **methods):
     fields = [("new_thing", Any, field(default_factory=lambda: default)), ("num_layers", int, 1)]
     config = make_dataclass("Config", fields, namespace=methods, module=module)
     host = make_dataclass("Provider", [("own", int, 0)], bases=(config,), module="megatron.bridge.models")
@@ -76,7 +76,7 @@ def _check(default: Any, value: Any, module: str = "megatron.core.made_up", **me
 
 
 @pytest.mark.parametrize(("default", "value"), [(None, 0), ([], ["x"]), (torch.half, torch.zeros(2, 2))])
-def test_an_unknown_field_may_only_have_its_default(default: Any, value: Any, monkeypatch: Any) -> None:
+def test_an_unknown_field_may_only_have_its_default(default, value, monkeypatch):
     _check(default, default)
     with pytest.raises(ConfigurationError, match=f"new_thing: got .* set {ALLOWED}=new_thing"):
         _check(default, value)
@@ -84,14 +84,14 @@ def test_an_unknown_field_may_only_have_its_default(default: Any, value: Any, mo
     _check(default, value)
 
 
-def test_a_field_that_the_config_derives_is_no_choice_of_the_user() -> None:
+def test_a_field_that_the_config_derives_is_no_choice_of_the_user():
     derive = lambda one: vars(one).update(new_thing=one.new_thing or 3 * one.num_layers)  # noqa: E731
     _check(0, 6, __post_init__=derive)
     with pytest.raises(ConfigurationError, match="new_thing: got 7"):
         _check(0, 7, __post_init__=derive)
 
 
-def test_unknown_arguments_are_refused_but_not_those_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_arguments_are_refused_but_not_those_of_scripts(monkeypatch):
     monkeypatch.setattr(argument_check, "_defaults", {})
     parser = copy.deepcopy(megatron_options.megatron_parser())
     parser.add_argument("--moe-new-thing", type=float, default="1")
@@ -103,7 +103,7 @@ def test_unknown_arguments_are_refused_but_not_those_of_scripts(monkeypatch: pyt
         argument_check.requested_by(parser.parse_args([*words, "--moe-new-thing", "2"]))
 
 
-def test_a_megatron_without_an_option_that_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_megatron_without_an_option_that_is_read_is_refused(monkeypatch):
     renamed = make_dataclass("TransformerConfig", [("num_layers", int, 1)], module="megatron.core.made_up")
     with pytest.raises(ConfigurationError, match="TransformerConfig has no num_moe_experts"):
         check_known("--moe-strategy fssdp", renamed())

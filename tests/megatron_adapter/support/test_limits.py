@@ -1,6 +1,5 @@
 import os
 import re
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -134,16 +133,16 @@ LIMITS = {limit.code: limit for limit in (*EVERY, *SOME)}
 ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.format_map(NAMES).strip().splitlines()]
 
 
-def values(text: str) -> dict[str, Any]:
+def values(text):
     return {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in text.split())}
 
 
-def config(**more: Any) -> TransformerConfig:
+def config(**more):
     """Megatron's config of a model with 8 experts on 2 devices."""
     return moe_config(2, 8, 8, **{"num_attention_heads": 2, **more})
 
 
-def settings_of(given: dict[str, Any]) -> MegatronSettings:
+def settings_of(given):
     """Settings of arguments that Megatron parsed; what has no argument comes from a config."""
     if given.keys() - megatron_options.options().keys():
         new = {name for name in given if not hasattr(TransformerConfig, name)}
@@ -156,7 +155,7 @@ def settings_of(given: dict[str, Any]) -> MegatronSettings:
     return MegatronSettings.of(megatron_options.megatron_parser().parse_args(words))
 
 
-def case(strategy: str, more: str) -> tuple[str, Any, MegatronSettings]:
+def case(strategy, more):
     name, _, keys = strategy.partition(" ")
     built = build_strategy(name, STRATEGIES[name].settings.model_validate(values(keys)))
     given = values(more)
@@ -165,9 +164,7 @@ def case(strategy: str, more: str) -> tuple[str, Any, MegatronSettings]:
 
 
 @pytest.mark.parametrize(("strategy", "more", "refused"), ROWS)
-def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(
-    strategy: str, more: str, refused: str
-) -> None:
+def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(strategy, more, refused):
     if not refused:
         check_limits(*case(strategy, more))
         return
@@ -182,11 +179,11 @@ def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(
         assert set(refused.split()) <= set(re.findall(r"[\w-]+", message))
 
 
-def test_every_limit_has_a_row() -> None:
+def test_every_limit_has_a_row():
     assert LIMITS.keys() <= {refused for *_, refused in ROWS}
 
 
-def test_auto_keeps_the_flex_dispatcher() -> None:
+def test_auto_keeps_the_flex_dispatcher():
     for strategy, more, wanted in (
         ("auto", NAMES["FLEX"], True),
         ("auto", "", False),
@@ -196,14 +193,14 @@ def test_auto_keeps_the_flex_dispatcher() -> None:
         assert keeps_flex(settings, built) is wanted
 
 
-def of_flex(back_end: str) -> MegatronSettings:
+def of_flex(back_end):
     return MegatronSettings.of(config(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=back_end))
 
 
 @pytest.mark.parametrize(
     ("back_end", "most", "num_devices"), [("deepep", 128, 8), ("deepep", 64, 16), ("ncclep", 3, 2)]
 )
-def test_back_ends_of_the_flex_dispatcher_limit_the_slots(back_end: str, most: int, num_devices: int) -> None:
+def test_back_ends_of_the_flex_dispatcher_limit_the_slots(back_end, most, num_devices):
     settings = of_flex(back_end)
     check_slots(settings, most, num_devices, {3})
     with pytest.raises(ConfigurationError, match=rf"slots\b.*\b{most + 1}\b.*\b{most}\b"):
@@ -221,9 +218,7 @@ def test_back_ends_of_the_flex_dispatcher_limit_the_slots(back_end: str, most: i
         ("deepep", 2, "", 1),
     ],
 )
-def test_hybridep_gets_slots_in_multiples(
-    back_end: str, num_devices: int, domain: str, wanted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hybridep_gets_slots_in_multiples(back_end, num_devices, domain, wanted, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", domain or "0")
     assert slot_multiple(of_flex(back_end), num_devices) == wanted

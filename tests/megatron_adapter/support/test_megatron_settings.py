@@ -8,7 +8,7 @@ from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSetting
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 
 
-def test_the_first_source_with_a_value_counts() -> None:
+def test_the_first_source_with_a_value_counts():
     args = megatron_options.megatron_parser().parse_args(["--num-experts", "4", "--fp16"])
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=8)
     ddp = DistributedDataParallelConfig(use_megatron_fsdp=True)
@@ -20,14 +20,14 @@ def test_the_first_source_with_a_value_counts() -> None:
     assert MegatronSettings.of(HostSettings((args, config, ddp, optimizer))) == found
 
 
-def test_a_host_may_lack_settings() -> None:
+def test_a_host_may_lack_settings():
     found = MegatronSettings.of(object())
     assert (found.experts, found.devices, found.parts, found.captured) == (0, 1, 1, frozenset())
     assert not found.saves
     assert found.ckpt_format is None
 
 
-def test_modules_of_graphs_may_be_members_of_an_enumeration() -> None:
+def test_modules_of_graphs_may_be_members_of_an_enumeration():
     attn, router = CudaGraphModule.attn, CudaGraphModule.moe_router
     for given, wanted in (
         (attn, {"attn"}),

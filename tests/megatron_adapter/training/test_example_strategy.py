@@ -6,7 +6,6 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import yaml
@@ -32,7 +31,7 @@ for words in json.loads(sys.argv[1]):
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """A folder for PYTHONPATH with the package in it, entry point included."""
     folder = tmp_path_factory.mktemp("site")
     source = shutil.copytree(PACKAGE, tmp_path_factory.mktemp("source") / "second_home")
@@ -41,14 +40,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def commands(installed: Path, *commands: list[object]) -> list[str]:
+def commands(installed, *commands):
     """What ``megatron-fssdp`` prints for each command, in one process of its own that finds the package."""
     path = os.pathsep.join([str(installed), str(ROOT)])
     words = json.dumps([list(map(str, command)) for command in commands])
     return python_output("-c", RUN, words, PYTHONPATH=path, COLUMNS="300").split(END)[:-1]
 
 
-def test_commands_know_it(installed: Path, tmp_path: Path) -> None:
+def test_commands_know_it(installed, tmp_path):
     """It is listed, simulated, and beats plain expert parallelism on one hot expert; reports show it."""
     words = ("--loads", "W3", "--cluster", "hpwnv", "--cluster-set", "num_nodes=8")
     parts = ("models/hecate-gpt-moe-s", "parallelism/hecate-a", "training/measure", "strategies/hecate")

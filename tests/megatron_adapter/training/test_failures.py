@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -35,17 +34,17 @@ FAILS_IN = 3  # the iteration; after the first save and the first re-shard, wher
 ANOTHER = 17  # Megatron's exit code if a repeated iteration gave another result; 16 if it gave the same
 
 
-def is_time(rank: str = "1") -> bool:
+def is_time(rank="1"):
     from megatron.training.global_vars import get_args
 
     return os.environ["RANK"] == rank and get_args().curr_iteration + 1 == FAILS_IN
 
 
-def spoil_experts(value: float) -> None:
+def spoil_experts(value):
     """Put a wrong number into rank 1's experts of layer 2 before an iteration."""
     from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
-    def begin_iteration(begin: Any, self: MoERuntime, *args: Any) -> None:
+    def begin_iteration(begin, self, *args):
         begin(self, *args)
         for parameters in self.layers[1].experts.parameters.values() if is_time() else ():
             parameters[0].data.view(-1)[0] = value
@@ -53,11 +52,11 @@ def spoil_experts(value: float) -> None:
     wrap(MoERuntime, "begin_iteration", begin_iteration)
 
 
-def spoil_output() -> None:
+def spoil_output():
     """Make one output of MoE layer 2 NaN on rank 1; later ones are correct."""
     spoiled = list[None]()
 
-    def spoiling(forward: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def spoiling(forward, self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
         if not spoiled and is_time() and self.layer_number == 2:
             spoiled.append(None)
@@ -70,8 +69,8 @@ def spoil_output() -> None:
 MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"  # Megatron's own or ours
 
 
-def spoil_gradients() -> None:
-    def spoiling(forward: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+def spoil_gradients():
+    def spoiling(forward, self, *args, **kwargs):
         output, bias = forward(self, *args, **kwargs)
         if is_time() and self.layer_number == 2:
             output.register_hook(lambda gradient: gradient * float("nan"))
@@ -80,12 +79,12 @@ def spoil_gradients() -> None:
     wrap(resolve_name(MOE_LAYER), "forward", spoiling)
 
 
-def plan_alone() -> None:
+def plan_alone():
     from megatron_fssdp.planning.placement.placement import ExpertPlacement
     from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
     from tests.support.random_placement import plain_transfer
 
-    def other_plan(before_gate: Any, self: Any, context: Any, history: Any) -> Any:
+    def other_plan(before_gate, self, context, history):
         plan = before_gate(self, context, history)
         if not is_time() or context.layer != 2:
             return plan
@@ -112,7 +111,7 @@ STOPPED: dict[str, tuple[str, Callable[[], None], str]] = {
 
 
 @pytest.mark.parametrize("name", [*list(STOPPED)[:2], *slow(list(STOPPED)[2:])])
-def test_all_ranks_stop_and_name_the_place(name: str, text_data: Path) -> None:
+def test_all_ranks_stop_and_name_the_place(name, text_data):
     strategy, before, said = STOPPED[name]
     with pytest.raises(RankError, match=said) as caught:
         train(2, NO_RERUN, text_data, strategy=strategy, before=before, grace_s=300)
@@ -120,7 +119,7 @@ def test_all_ranks_stop_and_name_the_place(name: str, text_data: Path) -> None:
     assert f"[fssdp] rank 1 stopped in iteration {FAILS_IN}" in str(caught.value)
 
 
-def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data: Path, tmp_path: Path) -> None:
+def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data, tmp_path):
     arguments = f"{SHORT} --micro-batch-size 4"
     whole = train(2, arguments, text_data, strategy=FSSDP)
     results, runs = [], list[TrainingRun]()
@@ -136,18 +135,18 @@ def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data: Path, tmp_
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
-def run_passes_twice() -> None:
+def run_passes_twice():
     """Switch on Megatron's repetition of every iteration's passes, which its command line does not offer."""
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
-    def start_reporting(start: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    def start_reporting(start, self, *args, **kwargs):
         start(self, *args, **{**kwargs, "mode": RerunMode.REPORT_DETERMINISM_STATS})
 
     wrap(RerunStateMachine, "__init__", start_reporting)
 
 
 @pytest.mark.parametrize("strategy", [FSSDP, *slow([f"{FSSDP} rematerialize=true", "flexmoe"])])
-def test_a_repeated_iteration_leaves_no_trace(strategy: str, text_data: Path, tmp_path: Path) -> None:
+def test_a_repeated_iteration_leaves_no_trace(strategy, text_data, tmp_path):
     """Plans follow from loads, so a repeated iteration must not count its loads twice."""
     runs, loads = [], []
     for name, before in (("once", None), ("twice", run_passes_twice)):
@@ -158,10 +157,10 @@ def test_a_repeated_iteration_leaves_no_trace(strategy: str, text_data: Path, tm
     np.testing.assert_array_equal(*loads)
 
 
-def die_after(owner: str | type, name: str) -> None:
+def die_after(owner, name):
     """Kill rank 1 after the first call of a class's method in an iteration."""
 
-    def and_die(method: Any, *args: Any, **kwargs: Any) -> Any:
+    def and_die(method, *args, **kwargs):
         result = method(*args, **kwargs)
         if is_time():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -191,9 +190,7 @@ KILLED = {
 
 
 @pytest.mark.parametrize("name", ["spAG", *slow(list(KILLED)[1:])])
-def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
-    name: str, text_data: Path, tmp_path: Path
-) -> None:
+def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(name, text_data, tmp_path):
     killed, more, place = KILLED[name]
     moving = f"{FSSDP} reshard_interval=2"
     whole = train(2, TRAINING, text_data, strategy=moving)
@@ -211,9 +208,7 @@ def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(
 
 
 @pytest.mark.parametrize("content", [None, bytes(range(256))], ids=["missing", "damaged"])
-def test_a_tracker_that_cannot_be_read_leads_to_the_next_folder(
-    tmp_path: Path, content: bytes | None
-) -> None:
+def test_a_tracker_that_cannot_be_read_leads_to_the_next_folder(tmp_path, content):
     saved, loaded = (tmp_path / name / "latest_checkpointed_iteration.txt" for name in ("saved", "loaded"))
     for tracker, text in ((saved, content), (loaded, b"10\n")):
         tracker.parent.mkdir()

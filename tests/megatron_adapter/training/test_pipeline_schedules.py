@@ -17,9 +17,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks", "group_size"), PIPELINES)
-def test_layers_in_flight_equal_those_of_megatrons_schedule(
-    num_stages: int, num_chunks: int, group_size: int
-) -> None:
+def test_layers_in_flight_equal_those_of_megatrons_schedule(num_stages, num_chunks, group_size):
     for stage in range(num_stages):
         for layers in ((2,) * num_chunks, (3, 1, 0)[:num_chunks], (0, 1, 3)[-num_chunks:]):
             for num_micro_batches in range(1, 13):
@@ -28,7 +26,7 @@ def test_layers_in_flight_equal_those_of_megatrons_schedule(
                 assert place.layers_in_flight(num_micro_batches) == wanted, (place, num_micro_batches)
 
 
-def most_waiting(place: PipelineStage, num_micro_batches: int) -> int:
+def most_waiting(place, num_micro_batches):
     """Step through a schedule as Megatron does: warm-up, forward and backward in turn, remaining passes."""
     num_chunks = len(place.layers_of_chunk)
     group = SimpleNamespace(size=lambda: place.num_stages, rank=lambda: place.stage)
@@ -41,11 +39,11 @@ def most_waiting(place: PipelineStage, num_micro_batches: int) -> int:
     chunks = [chunk for _, chunk in get_schedule_table(num_micro_batches, num_chunks, place.group_size)]
     waiting, seen = dict.fromkeys(range(num_chunks), 0), []
 
-    def forward(number: int) -> None:
+    def forward(number):
         waiting[chunks[number]] += 1
         seen.append(sum(num * place.layers_of_chunk[chunk] for chunk, num in waiting.items()))
 
-    def backward(number: int) -> None:
+    def backward(number):
         waiting[num_chunks - 1 - chunks[number]] -= 1
         assert min(waiting.values()) >= 0
 

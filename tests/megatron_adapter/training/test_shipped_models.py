@@ -6,12 +6,10 @@ They are built on a meta device at full width; those of more than four layers ar
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.parameter_count import count_parameters
-from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.launch.run_data import data_arguments
 from tests.support.training_preload import run_megatron_ranks
 
@@ -55,7 +53,7 @@ class Job:
     family: str
 
 
-def job_of(run: RunConfig) -> Job:
+def job_of(run):
     on_cpu, vocab_size = run.training.device != "cuda", run.data.vocab_size
     data = data_arguments(run, Path("d"), vocab_size, vocab_size - 1, 50)
     machine = Installation(on_cpu, has_transformer_engine=False)
@@ -63,7 +61,7 @@ def job_of(run: RunConfig) -> Job:
     return Job(words, run.parallelism.world_size, run.strategy.name, vocab_size, run.model.family)
 
 
-def shallow(path: Path) -> RunConfig:
+def shallow(path):
     is_tiny = path.stem.startswith("tiny-")
     parts = ("parallelism/cpu", "training/tiny") if is_tiny else ("parallelism/h200", "training/measure")
     files = [path, *parts, "strategies/fssdp"]
@@ -75,7 +73,7 @@ def shallow(path: Path) -> RunConfig:
     return load_run(files, ["model.num_layers=2", *frequency, *experts])
 
 
-def test_counted_parameters_equal_those_that_megatron_builds() -> None:
+def test_counted_parameters_equal_those_that_megatron_builds():
     runs = {path.stem: shallow(path) for path in MODELS}
     for file, overrides in OVERRIDES.items():
         path = CONFIGS / f"{file}.yaml"
@@ -87,11 +85,11 @@ def test_counted_parameters_equal_those_that_megatron_builds() -> None:
     }
 
 
-def _built_elements(rank: int, world_size: int, jobs: dict[str, Job]) -> dict[str, int]:
+def _built_elements(rank, world_size, jobs):
     return {name: _elements(job) for name, job in jobs.items()}
 
 
-def _elements(job: Job) -> int:
+def _elements(job):
     import sys
 
     import torch
@@ -120,7 +118,7 @@ def _elements(job: Job) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _gpt(config: Any, args: Any, job: Job) -> Any:
+def _gpt(config, args, job):
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
@@ -148,7 +146,7 @@ def _gpt(config: Any, args: Any, job: Job) -> Any:
     )
 
 
-def _bert(config: Any, args: Any, job: Job) -> Any:
+def _bert(config, args, job):
     from megatron_fssdp.pretraining import pretrain_bert
 
     args.padded_vocab_size = job.vocab_size  # without Megatron's padding

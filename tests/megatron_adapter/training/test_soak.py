@@ -24,10 +24,10 @@ STRATEGY = "fssdp slots=2 overlap_degree=3 reshard_interval=7"
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def watch() -> None:
+def watch():
     """Note rank, iteration, resident bytes, threads and open files before some iterations."""
 
-    def measure(iteration: int, *_: object) -> None:
+    def measure(iteration, *_):
         if iteration % max(ITERATIONS // 30, 1) == 0:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             counts = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
@@ -36,10 +36,10 @@ def watch() -> None:
     before_iterations(measure)
 
 
-def die_in(last: int) -> None:
+def die_in(last):
     """Kill rank 1 before an iteration."""
 
-    def die(iteration: int, *_: object) -> None:
+    def die(iteration, *_):
         if iteration == last and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -48,11 +48,11 @@ def die_in(last: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_a_long_training_survives_kills_and_stays_level(text_data: Path, tmp_path: Path) -> None:
+def test_a_long_training_survives_kills_and_stays_level(text_data, tmp_path):
     every = ITERATIONS // NUM_SAVES
     arguments = f"{{EP4}} {{RESHARDABLE}} {{TORCH_DIST}} --train-iters {ITERATIONS} --save-interval {every}"
 
-    def folders(name: str) -> str:
+    def folders(name):
         own = tmp_path / name
         return f"--save {own} --load {own} {arguments} --moe-strategy-set record_dir={own}"
 

@@ -2,9 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -110,9 +108,7 @@ class VirtualRun:
     counts: dict[str, int]
 
 
-def train_virtually(
-    arguments: str, data: Path, before: Callable[[], None] | None = None, num_ranks: int = WORLD_SIZE
-) -> list[VirtualRun]:
+def train_virtually(arguments, data, before=None, num_ranks=WORLD_SIZE):
     """As ``train_on_all_ranks``, on virtual devices with NCCL as Megatron's backend."""
     arguments, variables = without_variables(arguments)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_FSSDP_DEVICE": "cuda"}
@@ -127,9 +123,7 @@ def train_virtually(
     return runs
 
 
-def train_on_device(
-    rank: int, world_size: int, argv: list[str], before: Callable[[], None] | None
-) -> VirtualRun:
+def train_on_device(rank, world_size, argv, before):
     from devtools.virtual_cuda.programs.known_findings import explained
     from devtools.virtual_cuda.programs.megatron_loop import megatron_on_virtual_cuda
     from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
@@ -143,19 +137,17 @@ def train_on_device(
     return VirtualRun(training, tuple(map(str, unknown)), dict(host_syncs), dict(device.counts))
 
 
-def train_on_cpu(arguments: str, data: Path) -> list[TrainingRun]:
+def train_on_cpu(arguments, data):
     arguments = f"{arguments} --distributed-backend gloo"
     return train_on_all_ranks(WORLD_SIZE, arguments, data, model=VIRTUAL_GPT)
 
 
-def assert_clean(runs: list[VirtualRun]) -> None:
+def assert_clean(runs):
     for rank, run in enumerate(runs):
         assert not run.findings, f"rank {rank}:\n" + "\n".join(run.findings)
 
 
-def assert_same_without_findings(
-    arguments: str, data: Path, *, tolerance: float | None = None
-) -> list[VirtualRun]:
+def assert_same_without_findings(arguments, data, *, tolerance=None):
     """Train on virtual devices and on CPU ranks: no findings; equal bits, or losses within a tolerance."""
     runs, wanted = train_virtually(arguments, data), train_on_cpu(arguments, data)
     assert_clean(runs)
@@ -169,7 +161,7 @@ def assert_same_without_findings(
     return runs
 
 
-def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data: Path) -> None:
+def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data):
     """One training with pipeline stages, the distributed optimizer and both overlap flags."""
     arguments = f"{EP2} {OVERLAP} --num-layers 2 --train-iters 2 --moe-strategy prophet"
     runs = assert_same_without_findings(arguments, text_data)
@@ -190,12 +182,12 @@ def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_training_has_no_findings_and_the_numbers_of_cpu_ranks(case: str, text_data: Path) -> None:
+def test_training_has_no_findings_and_the_numbers_of_cpu_ranks(case, text_data):
     assert_same_without_findings(CASES[case], text_data)
 
 
 @pytest.mark.slow
-def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megatron(text_data: Path) -> None:
+def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megatron(text_data):
     """Megatron's messages between stages use memory of other streams. The strategy must not add findings."""
     arguments = f"{COMBINED} {INTERLEAVED}"
     stock, ours = (
@@ -209,13 +201,13 @@ def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MEASURED)
-def test_training_by_measured_costs_has_no_findings(case: str, text_data: Path) -> None:
+def test_training_by_measured_costs_has_no_findings(case, text_data):
     chosen = flags(f"{case.split()[0]} FSSDP_PROFILE_ITERATIONS=2")
     arguments = f"{MEASURED[case]} {OVERLAP} --train-iters 5 {chosen}"
     assert_same_without_findings(arguments, text_data, tolerance=ROUNDING)
 
 
-def test_sums_of_resident_replicas_wait_for_the_gradients_of_ddp(text_data: Path) -> None:
+def test_sums_of_resident_replicas_wait_for_the_gradients_of_ddp(text_data):
     """DDP adds gradients on a stream of its own, and the sums over the holders of an expert read them."""
     chosen = flags("flexmoe placement_interval=2 window=2 FSSDP_PROFILE_ITERATIONS=1")
     runs = train_virtually(f"{EP2} --num-layers 2 {chosen}", text_data, cheap_links, num_ranks=2)
@@ -224,7 +216,7 @@ def test_sums_of_resident_replicas_wait_for_the_gradients_of_ddp(text_data: Path
 
 
 @pytest.mark.slow
-def test_a_saved_and_recorded_training_goes_on_with_the_same_numbers(text_data: Path, tmp_path: Path) -> None:
+def test_a_saved_and_recorded_training_goes_on_with_the_same_numbers(text_data, tmp_path):
     """Owners moved before the checkpoint. Virtual devices and CPU ranks go on from it alike."""
     common = f"{EP2} {OVERLAP} --train-iters 5 --ckpt-format torch_dist"
     folder, record = tmp_path / "checkpoint", tmp_path / "record"

@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fssdp.config.cluster_description import ClusterDescription
-from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.layer_planning import LEAST_GAIN
 from tests.drawn_examples import examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
@@ -24,14 +23,7 @@ PAIRS = {"exchange": (2, 40, 800), "smart_schedule": (2, 20, 200)}
 both = pytest.mark.parametrize("key", list(VALUES))
 
 
-def outcomes_of(
-    key: str,
-    name: str,
-    counts: np.ndarray,
-    past: np.ndarray | None,
-    cluster: ClusterDescription | None = None,
-    **job: int,
-) -> list[StrategyOutcome]:
+def outcomes_of(key, name, counts, past, cluster=None, **job):
     """Outcomes with the usual order and exchange, always with the other one, and by price."""
     described = job_of(experts=8, layers=counts.shape[1], **(JOBS[key] | job))
     return [
@@ -47,7 +39,7 @@ def outcomes_of(
     ]
 
 
-def is_used(key: str, outcome: StrategyOutcome) -> np.ndarray:
+def is_used(key, outcome):
     """Whether each layer used the other exchange or order, bool ``[I, L]``."""
     layers_IL = [one.micro_batches[0] for one in outcome.iterations]
     return np.array(
@@ -58,7 +50,7 @@ def is_used(key: str, outcome: StrategyOutcome) -> np.ndarray:
     )
 
 
-def drawn_loads(key: str, seed: int, iterations: int, layers: int) -> np.ndarray:
+def drawn_loads(key, seed, iterations, layers):
     """Loads of very different sizes, so that both choices occur."""
     rng = np.random.default_rng(seed)
     shape = (iterations, layers)
@@ -72,7 +64,7 @@ def drawn_loads(key: str, seed: int, iterations: int, layers: int) -> np.ndarray
 @both
 @examples(10)
 @given(SEEDS)
-def test_an_iteration_takes_as_long_as_with_the_selected_choice(key: str, seed: int) -> None:
+def test_an_iteration_takes_as_long_as_with_the_selected_choice(key, seed):
     """Without replicas, all three place the same experts."""
     counts = drawn_loads(key, seed, 6, 1)
     usual, other, by_price = outcomes_of(key, "ep", counts, counts[:1])
@@ -85,7 +77,7 @@ def test_an_iteration_takes_as_long_as_with_the_selected_choice(key: str, seed: 
 )
 @examples(10)
 @given(SEEDS)
-def test_with_an_exact_forecast_it_never_costs_more(key: str, name: str, seed: int) -> None:
+def test_with_an_exact_forecast_it_never_costs_more(key, name, seed):
     counts = drawn_loads(key, seed, 1, 3)
     usual, other, by_price = (one.of_layers("moe_s") for one in outcomes_of(key, name, counts, counts))
     # Experts are placed as for the usual exchange, so only plain expert parallelism has the best of both.
@@ -96,12 +88,12 @@ def test_with_an_exact_forecast_it_never_costs_more(key: str, name: str, seed: i
     assert (by_price <= best / (1 - least_gain) + 1e-9).all()
 
 
-def test_the_deduplicated_exchange_is_not_used_where_it_cannot_pay() -> None:
+def test_the_deduplicated_exchange_is_not_used_where_it_cannot_pay():
     """With top-1 routing, or with links between nodes that are as fast as 1,000 devices."""
     counts = np.full((2, 1, 4, 8), 100, np.int32)
     slow, fast = cluster_of(nodes=2), {"alpha_s": 0.0, "bandwidth_bytes_per_s": 1e9}
 
-    def used(cluster: ClusterDescription, **job: int) -> np.ndarray:
+    def used(cluster, **job):
         return is_used("exchange", outcomes_of("exchange", "ep", counts, counts, cluster, **job)[2])
 
     assert used(slow).all()
@@ -110,7 +102,7 @@ def test_the_deduplicated_exchange_is_not_used_where_it_cannot_pay() -> None:
 
 
 @both
-def test_without_costs_the_usual_choice_is_used(key: str) -> None:
+def test_without_costs_the_usual_choice_is_used(key):
     counts = 100 * drawn_loads(key, 0, 5, 1)
     used_I = is_used(key, outcomes_of(key, "ep", counts, None, CLUSTERS[key])[2])[:, 0]
     assert not used_I[:3].any()  # measured in three iterations

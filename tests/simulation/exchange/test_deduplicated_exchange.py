@@ -15,7 +15,7 @@ DEVICES, EXPERTS, TOKENS = 4, 8, 16
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k: int) -> None:
+def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k):
     cluster = cluster_of(nodes=2, per_node=2)
     job = job_of(devices=DEVICES, experts=EXPERTS, top_k=top_k, tokens_per_micro_batch=TOKENS)
     counts = loads(np.full((DEVICES, EXPERTS), TOKENS * top_k // EXPERTS).tolist())
@@ -35,7 +35,7 @@ def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k: int) -> 
 
 
 @pytest.mark.parametrize("exchange", ["megatron", "by_price"])
-def test_the_fused_dispatcher_sends_tokens_and_its_hops_overlap(exchange: str) -> None:
+def test_the_fused_dispatcher_sends_tokens_and_its_hops_overlap(exchange):
     """``flex`` in the run's YAML: tokens in place of pairs, the slower of both hops, one kernel each way."""
     choices = TokenChoices(4, is_fused=True)
     cluster = cluster_of(nodes=2, per_node=2, far_alpha_s=0.25)
@@ -51,11 +51,11 @@ def test_the_fused_dispatcher_sends_tokens_and_its_hops_overlap(exchange: str) -
         simulate("ep", settings_of("ep", exchange="deduplicated"), counts, cluster, job)
 
 
-def recorded(counts_ILDE: np.ndarray, *histograms: np.ndarray) -> RecordedLoads:
+def recorded(counts_ILDE, *histograms):
     return RecordedLoads(counts_ILDE, np.arange(1, len(counts_ILDE) + 1), np.array([1]), *histograms)
 
 
-def test_records_correct_the_estimate() -> None:
+def test_records_correct_the_estimate():
     """Tokens whose experts are all on one device: loads alone would say that they go everywhere."""
     topology = Topology.uniform(DEVICES, 2)
     counts = loads(np.full((DEVICES, EXPERTS), 4).tolist(), np.full((DEVICES, EXPERTS), 4).tolist())
@@ -72,7 +72,7 @@ def test_records_correct_the_estimate() -> None:
     assert outcome.of_layers("cross_node")[0, 0] == tokens / 2
 
 
-def test_records_that_do_not_fit_are_not_used() -> None:
+def test_records_that_do_not_fit_are_not_used():
     counts = loads(np.full((DEVICES, EXPERTS), 4).tolist())
     by_nodes, by_devices = np.ones((1, 1, 2), np.int64), np.ones((1, 1, DEVICES), np.int64)
     two_nodes = Topology.uniform(DEVICES, 2)

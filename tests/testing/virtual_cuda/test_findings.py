@@ -1,23 +1,20 @@
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
-from torch import Tensor
 
-from devtools.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
+from devtools.virtual_cuda import FindingKind, virtual_cuda
 
 
 @pytest.fixture
-def device() -> Iterator[VirtualDevice]:
+def device():
     with virtual_cuda() as books:
         yield books
 
 
-def kinds(device: VirtualDevice) -> list[FindingKind]:
+def kinds(device):
     return [finding.kind for finding in device.findings]
 
 
-def test_a_read_without_a_wait_is_a_race_with_both_places(device: VirtualDevice) -> None:
+def test_a_read_without_a_wait_is_a_race_with_both_places(device):
     x = torch.zeros(4, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         x.add_(1)
@@ -29,25 +26,25 @@ def test_a_read_without_a_wait_is_a_race_with_both_places(device: VirtualDevice)
     assert "add_" in finding.what
 
 
-def wait_for_the_stream(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_for_the_stream(x, side):
     side.wait_stream(torch.cuda.current_stream())
 
 
-def wait_for_an_event(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_for_an_event(x, side):
     side.wait_event(torch.cuda.current_stream().record_event())
 
 
-def wait_for_a_chain(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_for_a_chain(x, side):
     between = torch.cuda.Stream()
     between.wait_stream(torch.cuda.current_stream())
     side.wait_stream(between)
 
 
-def wait_on_the_host(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_on_the_host(x, side):
     torch.cuda.current_stream().synchronize()
 
 
-def wait_for_an_early_event(x: Tensor, side: torch.cuda.Stream) -> None:
+def wait_for_an_early_event(x, side):
     event = torch.cuda.current_stream().record_event()
     x.add_(1)
     side.wait_event(event)
@@ -63,9 +60,7 @@ def wait_for_an_early_event(x: Tensor, side: torch.cuda.Stream) -> None:
         (wait_for_an_early_event, False),
     ],
 )
-def test_a_wait_orders_what_was_issued_before(
-    device: VirtualDevice, wait: Callable[[Tensor, torch.cuda.Stream], None], is_ordered: bool
-) -> None:
+def test_a_wait_orders_what_was_issued_before(device, wait, is_ordered):
     x, side = torch.zeros(4, device="cuda"), torch.cuda.Stream()
     wait(x, side)
     with torch.cuda.stream(side):
@@ -73,7 +68,7 @@ def test_a_wait_orders_what_was_issued_before(
     assert (not device.findings) == is_ordered
 
 
-def test_disjoint_views_of_one_chunk_do_not_conflict(device: VirtualDevice) -> None:
+def test_disjoint_views_of_one_chunk_do_not_conflict(device):
     chunk, side = torch.empty(8, device="cuda"), torch.cuda.Stream()
     chunk[:4].zero_()
     with torch.cuda.stream(side):
@@ -85,7 +80,7 @@ def test_disjoint_views_of_one_chunk_do_not_conflict(device: VirtualDevice) -> N
 
 
 @pytest.mark.parametrize("how", ["nothing", "record_stream", "wait"])
-def test_memory_that_another_stream_uses_must_not_be_given_back(device: VirtualDevice, how: str) -> None:
+def test_memory_that_another_stream_uses_must_not_be_given_back(device, how):
     x, side = torch.zeros(4, device="cuda"), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -98,7 +93,7 @@ def test_memory_that_another_stream_uses_must_not_be_given_back(device: VirtualD
     assert kinds(device) == ([FindingKind.FREED_IN_USE] if how == "nothing" else [])
 
 
-def test_released_storages_are_given_back_and_must_not_be_used(device: VirtualDevice) -> None:
+def test_released_storages_are_given_back_and_must_not_be_used(device):
     x = torch.zeros(4, device="cuda")
     x.untyped_storage().resize_(0)
     assert torch.cuda.memory_allocated() == 0
@@ -111,7 +106,7 @@ def test_released_storages_are_given_back_and_must_not_be_used(device: VirtualDe
     assert kinds(device) == [FindingKind.USE_AFTER_FREE]
 
 
-def test_cpu_tensors_among_cuda_ones_are_found_but_for_numbers_and_indices(device: VirtualDevice) -> None:
+def test_cpu_tensors_among_cuda_ones_are_found_but_for_numbers_and_indices(device):
     x = torch.zeros(4, device="cuda")
     x * torch.tensor(2.0) + 1
     x[torch.tensor([1])]
@@ -121,7 +116,7 @@ def test_cpu_tensors_among_cuda_ones_are_found_but_for_numbers_and_indices(devic
     assert kinds(device) == [FindingKind.DEVICE_MIX]
 
 
-def test_host_synchronizations_have_their_places(device: VirtualDevice) -> None:
+def test_host_synchronizations_have_their_places(device):
     x = torch.ones(4, device="cuda")
     assert x.sum().item() == 4
     assert x.cpu().device.type == "cpu"
@@ -136,7 +131,7 @@ def test_host_synchronizations_have_their_places(device: VirtualDevice) -> None:
     assert device.counts["mark"] == 1
 
 
-def test_copies_of_pinned_memory_do_not_stop_the_host(device: VirtualDevice) -> None:
+def test_copies_of_pinned_memory_do_not_stop_the_host(device):
     x = torch.ones(4).pin_memory().to("cuda", non_blocking=True)
     target = torch.empty(4, pin_memory=True)
     target.copy_(x, non_blocking=True)
@@ -150,7 +145,7 @@ def test_copies_of_pinned_memory_do_not_stop_the_host(device: VirtualDevice) -> 
     assert kinds(device) == [FindingKind.RACE], "the host must wait before it reads page-locked memory"
 
 
-def test_autograd_runs_on_the_device(device: VirtualDevice) -> None:
+def test_autograd_runs_on_the_device(device):
     host = torch.randn(3, requires_grad=True)
     made = torch.randn(3, device="cuda", requires_grad=True)
     (host.cuda() * made.exp()).sum().backward()
@@ -166,7 +161,7 @@ def test_autograd_runs_on_the_device(device: VirtualDevice) -> None:
     assert kinds(device) == [FindingKind.DEVICE_MIX]
 
 
-def test_everything_is_restored_at_the_end() -> None:
+def test_everything_is_restored_at_the_end():
     before = (torch.cuda.Stream, torch.cuda.is_available(), torch.Tensor.device)
     with virtual_cuda() as device:
         assert torch.cuda.is_available()

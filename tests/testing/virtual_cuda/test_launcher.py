@@ -1,6 +1,5 @@
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from devtools.virtual_cuda.programs.known_findings import KnownFinding, explaine
 from devtools.virtual_cuda.programs.launcher import EXIT_FINDINGS, report, run_program
 
 
-def test_a_program_sees_its_arguments_and_its_exit_code_is_kept(tmp_path: Path, monkeypatch) -> None:
+def test_a_program_sees_its_arguments_and_its_exit_code_is_kept(tmp_path, monkeypatch):
     script = tmp_path / "program.py"
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -21,7 +20,7 @@ def test_a_program_sees_its_arguments_and_its_exit_code_is_kept(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("code", [0, 5])
-def test_findings_change_only_the_exit_code_of_success(tmp_path: Path, capsys, code: int) -> None:
+def test_findings_change_only_the_exit_code_of_success(tmp_path, capsys, code):
     with virtual_cuda() as device:
         x = torch.ones(2, device="cuda")
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -32,7 +31,7 @@ def test_findings_change_only_the_exit_code_of_success(tmp_path: Path, capsys, c
     assert (facts["exit_code"], len(facts["findings"])) == (code or EXIT_FINDINGS, 1)
 
 
-def test_known_findings_need_the_file_and_the_operator() -> None:
+def test_known_findings_need_the_file_and_the_operator():
     row = KnownFinding(FindingKind.RACE, "megatron/core/a.py", "copy_", "it is harmless")
     same = Finding(FindingKind.RACE, "read by x (copy_)", "megatron/core/a.py:3 < ours.py:1")
     other_file = Finding(FindingKind.RACE, "read by x (copy_)", "megatron/core/b.py:3")
@@ -44,7 +43,7 @@ def test_known_findings_need_the_file_and_the_operator() -> None:
     )
 
 
-def test_known_findings_about_a_stream_need_its_file_and_the_stream_that_uses_its_memory() -> None:
+def test_known_findings_about_a_stream_need_its_file_and_the_stream_that_uses_its_memory():
     row = KnownFinding(FindingKind.FREED_IN_USE, "megatron/core/a.py", "the default stream", "so", True)
     ends = "end of memory of the stream made at [{}:1] (record_stream or a wait is missing)"
     of_megatron, of_ours = ends.format("megatron/core/a.py"), ends.format("ours.py")

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from devtools.virtual_cuda import EventKind, FindingKind, virtual_cuda
-from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import on_ranks
 
-WORLD_SIZE = 2
 # Results of all_calls on both ranks.
 RESULTS = {
     "all_reduce": ([3.0] * 2,) * 2,
@@ -27,17 +26,17 @@ RESULTS = {
 }
 
 
-def full(*shape: int, value: float = 0.0, device: str = "cuda") -> torch.Tensor:
+def full(*shape, value=0.0, device="cuda"):
     return torch.full(shape, value, device=device)
 
 
-def all_calls(rank: int, device: str = "cuda") -> dict[str, Any]:
+def all_calls(rank, device="cuda"):
     """Results of one call of every kind, as lists."""
     mine, other = float(rank + 1), 1 - rank
     results: dict[str, Any] = {}
     on = partial(full, device=device)
 
-    def note(name: str, *tensors: torch.Tensor) -> None:
+    def note(name, *tensors):
         results[name] = [value for tensor in tensors for value in tensor.tolist()]
 
     dist.all_reduce(x := on(2, value=mine))
@@ -76,33 +75,24 @@ def all_calls(rank: int, device: str = "cuda") -> dict[str, Any]:
     return results
 
 
-def call_all(rank: int, world_size: int) -> tuple[dict[str, Any], list[str], dict[str, int], list[str]]:
+@on_ranks(2, plain=True)
+def test_every_call_moves_the_data_that_nccl_would_move():
+    rank = dist.get_rank()
     with virtual_cuda() as device:
-        results = all_calls(rank)
-        backends = [
-            dist.get_backend(),
-            dist.get_backend(dist.new_group(backend="nccl")),
-            dist.get_backend(dist.new_group(backend="gloo")),
-        ]
-    return results, [str(finding) for finding in device.findings], dict(device.counts), backends
+        assert all_calls(rank) == {name: values[rank] for name, values in RESULTS.items()}
+        assert dist.get_backend() == dist.get_backend(dist.new_group(backend="nccl")) == "nccl"
+        assert dist.get_backend(dist.new_group(backend="gloo")) == "gloo"
+    assert not device.findings
+    assert device.counts["P2P batch"] == 3
 
 
-def test_every_call_moves_the_data_that_nccl_would_move() -> None:
-    by_rank = run_ranks(call_all, WORLD_SIZE)
-    for rank, (results, findings, counts, backends) in enumerate(by_rank):
-        assert results == {name: values[rank] for name, values in RESULTS.items()}
-        assert not findings
-        assert backends == ["nccl", "nccl", "gloo"]
-        assert counts["P2P batch"] == 3
-
-
-def forget_to_wait() -> None:
+def forget_to_wait():
     x = full(2, value=1.0)
     dist.all_reduce(x, async_op=True)
     x.add_(1)
 
 
-def wait_on_another_stream() -> None:
+def wait_on_another_stream():
     x = full(2, value=1.0)
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
@@ -111,15 +101,15 @@ def wait_on_another_stream() -> None:
     x.add_(1)
 
 
-def send_a_cpu_tensor() -> None:
+def send_a_cpu_tensor():
     dist.all_reduce(torch.ones(2))
 
 
-def send_every_second_number() -> None:
+def send_every_second_number():
     dist.all_reduce(full(2, 2)[:, 0])
 
 
-def forget_to_wait_for_a_message() -> None:
+def forget_to_wait_for_a_message():
     other, out = 1 - dist.get_rank(), full(1)
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, full(1), other), dist.P2POp(dist.irecv, out, other)]
@@ -137,31 +127,22 @@ MISTAKES: dict[Callable[[], None], list[FindingKind]] = {
 }
 
 
-def find(rank: int, world_size: int) -> list[list[FindingKind]]:
-    kinds = []
-    for call in MISTAKES:
+@on_ranks(2, plain=True)
+def test_mistakes_are_found():
+    for call, kinds in MISTAKES.items():
         refused = contextlib.suppress(ValueError, RuntimeError)  # gloo refuses what is not contiguous
         with virtual_cuda() as device, refused:
             call()
-        kinds.append([finding.kind for finding in device.findings])
-    return kinds
+        assert [finding.kind for finding in device.findings] == kinds
 
 
-def test_mistakes_are_found() -> None:
-    assert run_ranks(find, WORLD_SIZE) == [[*MISTAKES.values()]] * WORLD_SIZE
-
-
-def reuse_at_once(rank: int, world_size: int) -> tuple[list[FindingKind], int, int]:
+@on_ranks(2, plain=True)
+def test_a_work_handle_keeps_tensors_until_the_wait():
     with virtual_cuda() as device:
         work = dist.all_reduce(full(128), async_op=True)  # Only the handle keeps the tensor alive.
-        before = torch.cuda.memory_allocated()
-        assert work is not None
+        assert torch.cuda.memory_allocated() == 512
         work.wait()
-        after = torch.cuda.memory_allocated()
+        assert torch.cuda.memory_allocated() == 0
         (event,) = device.events_of(EventKind.COLLECTIVE)
         assert event.num_bytes == 512
-    return [finding.kind for finding in device.findings], before, after
-
-
-def test_a_work_handle_keeps_tensors_until_the_wait() -> None:
-    assert run_ranks(reuse_at_once, WORLD_SIZE) == [([], 512, 0)] * WORLD_SIZE
+    assert not device.findings

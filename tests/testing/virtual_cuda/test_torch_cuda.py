@@ -4,7 +4,7 @@ import torch
 from devtools.virtual_cuda import virtual_cuda
 
 
-def test_a_device_answers_as_torch_does() -> None:
+def test_a_device_answers_as_torch_does():
     with virtual_cuda(capability=(8, 6), num_devices=2, total_memory=1 << 20):
         assert torch.cuda.is_available()
         assert torch.cuda.device_count() == 2
@@ -21,7 +21,7 @@ def test_a_device_answers_as_torch_does() -> None:
         assert torch.randn(3).tolist() == first
 
 
-def test_grouped_products_stop_the_host_without_their_kernel() -> None:
+def test_grouped_products_stop_the_host_without_their_kernel():
     with virtual_cuda(capability=(8, 6)) as device:
         rows = torch.randn(8, 16, dtype=torch.bfloat16, device="cuda")
         weights = torch.randn(2, 16, 8, dtype=torch.bfloat16, device="cuda")
@@ -30,7 +30,7 @@ def test_grouped_products_stop_the_host_without_their_kernel() -> None:
     assert len(device.host_syncs) == 1
 
 
-def test_tensors_say_that_they_are_on_the_device() -> None:
+def test_tensors_say_that_they_are_on_the_device():
     with virtual_cuda():
         x = torch.ones(2, device="cuda")
         views = (x, x[1:], x.view(2, 1), x.double(), x + 1, x.new_zeros(3), torch.zeros_like(x), x.detach())
@@ -41,7 +41,7 @@ def test_tensors_say_that_they_are_on_the_device() -> None:
             x.numpy()
 
 
-def test_a_device_cannot_be_nested_and_streams_outlive_it() -> None:
+def test_a_device_cannot_be_nested_and_streams_outlive_it():
     with virtual_cuda() as device, pytest.raises(RuntimeError, match="there is a virtual device already"):
         device.__enter__()
     with virtual_cuda():

@@ -1,13 +1,11 @@
 """What all comparisons of trainings share: tables of layouts, and trainings under two strategies."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_fssdp.records.metrics import IterationMetrics, read_metrics
 
-from ...training_run import GPT, HALF, Model, TrainingRun, assert_close, flags, rows, train
+from ...training_run import GPT, HALF, assert_close, flags, rows, train
 
 ADAPTIVE = "fssdp slots=2 overlap_degree=3 reshard_interval=2"
 
@@ -49,25 +47,14 @@ def layouts(table: str, **names: str) -> dict[str, Layout]:
     return found
 
 
-def trained(
-    layout: Layout, strategy: str, data: Path, *, model: Model = GPT, before: Callable[[], None] | None = None
-) -> TrainingRun:
+def trained(layout, strategy, data, *, model=GPT, before=None):
     """Train a layout under a strategy with its settings; see :func:`train`."""
     arguments = f"{layout.arguments} --train-iters {layout.num_iterations} {flags(strategy)}"
     arguments = f"--expert-model-parallel-size {layout.ep} {arguments}"
     return train(layout.num_ranks, arguments, data, model=model, before=before)
 
 
-def against_stock(
-    layout: Layout,
-    data: Path,
-    folder: Path,
-    *,
-    bound: float = 1e-5,
-    before: Callable[[], None] | None = None,
-    moves: bool = False,
-    model: Model = GPT,
-) -> TrainingRun:
+def against_stock(layout, data, folder, *, bound=1e-05, before=None, moves=False, model=GPT):
     """Train under ``none`` and under the strategy of ``layout.settings``, which keeps records, and compare.
 
     ``bound`` is that of losses in fp32. Under ``fssdp``, there must be replicas exactly if the layout says

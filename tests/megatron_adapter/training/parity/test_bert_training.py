@@ -1,6 +1,5 @@
 """Complete trainings of a BERT-MoE under every strategy: masked words and sentence order."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,19 +28,17 @@ FIRST, *MORE = LAYOUTS
 
 
 @pytest.mark.parametrize("name", [FIRST, *slow(MORE)])
-def test_losses_equal_stock_megatron(name: str, sentence_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_stock_megatron(name, sentence_data, tmp_path):
     compare(LAYOUTS[name], sentence_data, tmp_path, BERT, plain=name != FIRST)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_losses_of_every_strategy_equal_plain_expert_parallelism(
-    name: str, sentence_data: Path, tmp_path: Path
-) -> None:
+def test_losses_of_every_strategy_equal_plain_expert_parallelism(name, sentence_data, tmp_path):
     compare_strategies(LAYOUTS[name], sentence_data, tmp_path, BERT)
 
 
-def test_options_that_bert_would_ignore_are_refused(sentence_data: Path) -> None:
+def test_options_that_bert_would_ignore_are_refused(sentence_data):
     from megatron_fssdp.pretraining.pretrain_bert import _SUPPORTED
     from megatron_fssdp.pretraining.script_parts import refuse_arguments
 

@@ -1,8 +1,5 @@
 """Trainings with CUDA graphs of Megatron's loop. A CPU has none, so a replay runs what the graph contains."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from megatron_fssdp.records.metrics import read_metrics
@@ -21,7 +18,7 @@ CASES = rows(
 
 
 @pytest.mark.parametrize("modules", [*list(CASES)[:1], *slow(list(CASES)[1:])])
-def test_losses_equal_those_without_graphs(modules: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_those_without_graphs(modules, text_data, tmp_path):
     (strategy,) = CASES[modules]
     stock = train(2, LAYOUT, text_data, strategy="none")
     arguments = f"{LAYOUT} {GRAPHS} {modules}"
@@ -31,16 +28,16 @@ def test_losses_equal_those_without_graphs(modules: str, text_data: Path, tmp_pa
     assert all(any(layer.num_replicas for layer in entry.layers) for entry in read_metrics(tmp_path)[2:])
 
 
-def replay_on_cpu() -> None:
+def replay_on_cpu():
     """Take the place of Transformer Engine's graphs, with its conditions on what it captures."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.transformer import cuda_graphs, transformer_layer
     from megatron.training import initialize
 
-    def graph_of(layer: Any) -> Any:
+    def graph_of(layer):
         assert not {**layer._forward_hooks, **layer._forward_pre_hooks, **layer._backward_hooks}
 
-        def replay(*args: Any, **kwargs: Any) -> Any:
+        def replay(*args, **kwargs):
             note("replay")
             cuda_graphs._set_capture_start()
             try:
@@ -48,10 +45,10 @@ def replay_on_cpu() -> None:
             finally:
                 cuda_graphs._set_capture_end()
 
-        replay.reset = lambda: None  # type: ignore[attr-defined]
+        replay.reset = lambda: None
         return replay
 
-    def sample(helper: Any) -> tuple[None, dict[str, Any]]:
+    def sample(helper):
         helper.num_microbatches = get_num_microbatches()
         return None, {"times": helper.num_microbatches}
 

@@ -5,12 +5,11 @@ settings, so that most pairs of them meet somewhere; owners move every other ite
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from ...training_run import BATCH16, BATCH32, GPT, Model, assert_equal
-from .comparison import Layout, against_stock, layouts, trained
+from ...training_run import BATCH16, BATCH32, GPT, assert_equal
+from .comparison import against_stock, layouts, trained
 
 LAYOUTS = layouts(
     """
@@ -101,19 +100,19 @@ DEFAULT = (
 
 
 @pytest.mark.parametrize("name", DEFAULT)
-def test_losses_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_stock_megatron(name, text_data, tmp_path):
     arguments = LAYOUTS[name].arguments.replace(BATCH32, BATCH16)
-    layout = replace(LAYOUTS[name], num_iterations=4, arguments=arguments)
+    layout = replace(LAYOUTS[name], num_iterations=3, arguments=arguments)
     compare(layout, text_data, tmp_path, plain=layout.num_ranks == 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_of_longer_trainings_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_of_longer_trainings_equal_stock_megatron(name, text_data, tmp_path):
     compare(LAYOUTS[name], text_data, tmp_path)
 
 
-def compare(layout: Layout, data: Path, folder: Path, model: Model = GPT, *, plain: bool = True) -> None:
+def compare(layout, data, folder, model=GPT, *, plain=True):
     """Train a layout under ``none``, ``fssdp`` and, if ``plain``, ``ep`` from one seed, and compare."""
     settings = f"fssdp {layout.settings} reshard_interval={layout.reshard_interval}"
     moving = replace(layout, settings=settings)

@@ -4,14 +4,13 @@ Megatron itself trains these layouts with sequence parallelism only; without it 
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.records.metrics import read_metrics
 
 from ...training_run import HALF, assert_close
-from .comparison import Layout, layouts, trained
+from .comparison import layouts, trained
 
 SCHEDULES = [f"parm schedule={name}" for name in ("baseline", "megatron", "s1", "s2", "auto")]
 FSSDP = "fssdp slots=2 overlap_degree=3 reshard_interval=3"
@@ -35,17 +34,17 @@ LAYOUTS = layouts(
 STOCK = {"biases": "--tensor-model-parallel-size 1 --make-vocab-size-divisible-by 4"}
 
 
-def test_losses_equal_stock_megatron(text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_stock_megatron(text_data, tmp_path):
     _compare("parts", text_data, tmp_path, ["parm schedule=s2"], 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_equal_stock_megatron_in_more_layouts(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_stock_megatron_in_more_layouts(name, text_data, tmp_path):
     _compare(name, text_data, tmp_path, [*SCHEDULES, FSSDP], 20)
 
 
-def test_the_selected_schedule_is_logged_and_recorded(text_data: Path, tmp_path: Path) -> None:
+def test_the_selected_schedule_is_logged_and_recorded(text_data, tmp_path):
     layout = replace(LAYOUTS["parts"], num_iterations=2)
     run = trained(layout, f"parm record_dir={tmp_path}", text_data)
     (message,) = {text for text in run.messages if "] schedule " in text}
@@ -59,15 +58,15 @@ def test_the_selected_schedule_is_logged_and_recorded(text_data: Path, tmp_path:
         assert f"schedule {layer.schedule} " in message
 
 
-def test_sequences_that_ranks_cannot_divide_have_schedule_s2(text_data: Path) -> None:
+def test_sequences_that_ranks_cannot_divide_have_schedule_s2(text_data):
     arguments = f"{LAYOUTS['parts'].arguments} --seq-length 15 --max-position-embeddings 15"
     odd = replace(LAYOUTS["parts"], num_iterations=2, arguments=arguments)
     run = trained(odd, "parm", text_data)
     assert any("schedule s2 " in message for message in run.messages)
 
 
-def _compare(name: str, data: Path, folder: Path, strategies: list[str], num_iterations: int) -> None:
-    def lengthened(more: str, iterations: int) -> Layout:
+def _compare(name, data, folder, strategies, num_iterations):
+    def lengthened(more, iterations):
         layout = LAYOUTS[name]
         return replace(layout, arguments=f"{layout.arguments} {more}", num_iterations=iterations)
 

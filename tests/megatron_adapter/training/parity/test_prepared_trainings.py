@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,11 +105,11 @@ BY_PRICE = ("copies_top4_hecate", "experts_in_tensor_parallel_parts", "pipeline_
 PRICED = "exchange=by_price FSSDP_PROFILE_ITERATIONS=2 FSSDP_CHECK_PLANS=1"
 
 
-def allow_fp32() -> None:
+def allow_fp32():
     """Let Megatron's check accept fp32, in which the losses of two runs can be compared exactly."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    def as_if_in_half_precision(check: Any, self: Any) -> None:
+    def as_if_in_half_precision(check, self):
         is_fp32 = self.overlap_moe_expert_parallel_comm and not (self.bf16 or self.fp16)
         self.bf16 = self.bf16 or is_fp32
         check(self)
@@ -119,7 +118,7 @@ def allow_fp32() -> None:
     wrap(TransformerConfig, "__post_init__", as_if_in_half_precision)
 
 
-def build_grouped_experts(*, fuses: bool) -> None:
+def build_grouped_experts(*, fuses):
     from megatron.core.models.backends import LocalSpecProvider
 
     # With --moe-grouped-gemm, Megatron asks whether the GPU can run Transformer Engine's kernels.
@@ -127,23 +126,23 @@ def build_grouped_experts(*, fuses: bool) -> None:
     LocalSpecProvider.grouped_mlp_modules = lambda self, moe_use_grouped_gemm: grouped_experts(fuses=fuses)
 
 
-def skew_gates() -> None:
+def skew_gates():
     """Two experts are hot, and others after every two iterations."""
     add_to_logits(
         lambda logits: [2 * (get_args().curr_iteration // 2) % logits.shape[-1] + i for i in (0, 1)], 4.0
     )
 
 
-def at_any_price() -> None:
+def at_any_price():
     """Between CPU ranks the exchange would hardly ever pay, so it is used here whatever it costs."""
     layer_planning.LEAST_GAIN = -1e9
 
 
-def combined(layout: Layout) -> Layout:
+def combined(layout):
     return replace(layout, arguments=f"--overlap-moe-expert-parallel-comm {layout.arguments}")
 
 
-def of_matrix(name: str, more: str) -> Layout:
+def of_matrix(name, more):
     layout = LAYOUTS[name]
     settings = f"fssdp {layout.settings} reshard_interval={layout.reshard_interval} {more}"
     return replace(layout, settings=settings, num_iterations=20)
@@ -172,20 +171,20 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", [*list(CASES)[:1], *slow(list(CASES)[1:])])
-def test_losses_equal_stock_megatron(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_stock_megatron(name, text_data, tmp_path):
     layout, before, bound = CASES[name]
     moves = name == "combined schedule" or (name.startswith("deduplicated") and layout.moves)
     against_stock(layout, text_data, tmp_path, bound=bound, before=before, moves=moves)
 
 
-def one_copy_jumps() -> None:
+def one_copy_jumps():
     """Let the loads of the second copy jump, and set prices at which the first copy alone would move experts.
 
     New owners save a second in an iteration and layer. The move takes five, and three iterations and two
     layers save six; soon after a jump, they are expected to save less than five.
     """
 
-    def hot(logits: torch.Tensor) -> list[int]:
+    def hot(logits):
         jumps = parallel_state.get_expert_data_parallel_rank() == 1 and get_args().curr_iteration >= 1
         return [1, 2] if jumps else [0, 1]
 
@@ -197,7 +196,7 @@ def one_copy_jumps() -> None:
     moved.moving_seconds = lambda old_E, new_E, *others: 5.0 * bool((old_E != new_E).any())
 
 
-def test_a_jump_in_one_copy_counts_for_all(text_data: Path, tmp_path: Path) -> None:
+def test_a_jump_in_one_copy_counts_for_all(text_data, tmp_path):
     """Expert-parallel groups with copies of the same experts see other tokens, and must decide alike."""
     settings = "fssdp FSSDP_PROFILE_ITERATIONS=1 slots=0 reshard_interval=3 FSSDP_CHECK_PLANS=1"
     # Later decisions, when the loads have settled again, move experts.
@@ -215,20 +214,20 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("name", [*list(REPEATED)[:1], *slow(list(REPEATED)[1:])])
-def test_a_repeated_run_has_bitwise_equal_losses(name: str, text_data: Path) -> None:
+def test_a_repeated_run_has_bitwise_equal_losses(name, text_data):
     """The same seed and layout give equal losses, in whichever order transfers arrive."""
     layout = REPEATED[name]
     first = trained(layout, layout.settings, text_data)
     assert_equal(trained(layout, layout.settings, text_data, before=let_messages_be_late), first)
 
 
-def let_messages_be_late() -> None:
+def let_messages_be_late():
     """Delay some steps of each rank's transfers, by different times on each rank."""
     from megatron_fssdp.collectives.sparse import sparse_transfer
 
     draw = random.Random(int(os.environ["RANK"]))
 
-    def post_late(post: Any, *arguments: Any, **how: Any) -> Any:
+    def post_late(post, *arguments, **how):
         if draw.random() < 0.3:
             time.sleep(draw.random() * 0.01)
         return post(*arguments, **how)

@@ -6,18 +6,12 @@ smart schedule, one half of the layers uses it in one iteration, and the other h
 are those of the parity matrix. ``test_strategy_agreement.py`` compares the losses of one layout by default.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.records.metrics import read_metrics
-from megatron_fssdp.strategies.auto_strategy import AutoStrategy
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.strategy import Strategy
 
 from ...training_run import (
     BATCH16,
@@ -26,8 +20,6 @@ from ...training_run import (
     HALF,
     RECOMPUTE_MOE,
     WHOLE_EXPERTS,
-    Model,
-    TrainingRun,
     add_to_logits,
     assert_close,
 )
@@ -54,7 +46,7 @@ ALL = {
 }
 
 
-def cheap_links() -> None:
+def cheap_links():
     from megatron_fssdp.runtime.layers import layer_profiling
     from megatron_fssdp.strategies import auto_strategy, flexmoe_strategy, layer_planning, prophet_strategy
     from megatron_fssdp.strategies.fssdp import fssdp_strategy
@@ -68,22 +60,20 @@ def cheap_links() -> None:
     prophet_strategy.PROPHET_BALANCE, flexmoe_strategy.FLEXMOE_THRESHOLD = 0.1, 1.01
 
 
-def cheap_links_and_hot_experts() -> None:
+def cheap_links_and_hot_experts():
     """As cheap_links; the first device owns two hot experts, so that it pays to move one of them."""
     cheap_links()
     add_to_logits(lambda logits: [0, 1], 1.0)
 
 
-def in_turns(strategy: Strategy, context: LayerContext, history: LoadHistory, plan: LayerPlan) -> bool:
+def in_turns(strategy, context, history, plan):
     """Have neighbouring layers differ, and each layer change after every iteration."""
     if strategy.travel.smart_schedule == "by_price":
         return (context.layer + history.num_seen) % 2 == 0
     return bool(strategy.travel.smart_schedule)
 
 
-def next_in_turn(
-    choosing: AutoStrategy, contexts: list[LayerContext], histories: list[LoadHistory]
-) -> np.ndarray:
+def next_in_turn(choosing, contexts, histories):
     """Have each layer select another strategy every time, so that trainings change from each to each."""
     names = list(choosing.candidates)
     seconds_LC = np.ones((len(contexts), len(names)))
@@ -96,11 +86,11 @@ def next_in_turn(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-def test_losses_equal_plain_expert_parallelism(name: str, text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_plain_expert_parallelism(name, text_data, tmp_path):
     compare_strategies(ALL[name], text_data, tmp_path)
 
 
-def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = GPT) -> None:
+def compare_strategies(layout, data, folder, model=GPT):
     """Train under every strategy from one seed, with records, and compare with plain expert parallelism."""
     wanted = _train(layout, "ep", "", data, folder, model)
     arguments, experts = layout.arguments, 4 if "--num-experts 4" in layout.arguments else 8
@@ -119,7 +109,7 @@ def compare_strategies(layout: Layout, data: Path, folder: Path, model: Model = 
         _check_use(layout, strategy, run, folder)
 
 
-def _check_use(layout: Layout, strategy: str, run: TrainingRun, folder: Path) -> None:
+def _check_use(layout, strategy, run, folder):
     """Check that a strategy did more than plain expert parallelism."""
     metrics = read_metrics(folder / strategy)
     if strategy == "auto":
@@ -139,9 +129,7 @@ def _check_use(layout: Layout, strategy: str, run: TrainingRun, folder: Path) ->
         assert any("re-sharded" in message for message in run.messages)
 
 
-def _train(
-    layout: Layout, strategy: str, settings: str, data: Path, folder: Path, model: Model
-) -> TrainingRun:
+def _train(layout, strategy, settings, data, folder, model):
     keys = [*settings.split(), *(key for key in layout.settings.split() if key.startswith("nodes="))]
     if strategy not in ("ep", "fssdp"):
         keys.append("FSSDP_PROFILE_ITERATIONS=1")

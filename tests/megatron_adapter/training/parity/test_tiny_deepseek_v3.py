@@ -6,14 +6,13 @@ package.
 """
 
 import shlex
-from pathlib import Path
 
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.launch.run_data import data_arguments
 
 from ...fused_dispatch import install_fused_dispatch
-from ...training_run import SCRIPT, Model, TrainingRun, assert_close, train
+from ...training_run import SCRIPT, Model, assert_close, train
 
 FILES = ("models/tiny-deepseek-v3", "parallelism/cpu", "training/tiny", "strategies/fssdp")
 OVERRIDES = """
@@ -25,7 +24,7 @@ OVERRIDES = """
 BYTES = 257
 
 
-def test_losses_equal_those_of_stock_megatron(text_data: Path, tmp_path: Path) -> None:
+def test_losses_equal_those_of_stock_megatron(text_data, tmp_path):
     stock = _train(text_data, tmp_path, "strategy={name: none}")
     ours = _train(
         text_data,
@@ -39,7 +38,7 @@ def test_losses_equal_those_of_stock_megatron(text_data: Path, tmp_path: Path) -
     assert stock.losses[-1] < stock.losses[0]
 
 
-def _train(data: Path, folder: Path, *overrides: str) -> TrainingRun:
+def _train(data, folder, *overrides):
     run = load_run(FILES, [*OVERRIDES.split(), *overrides])
     tokens = data_arguments(run, folder, BYTES, BYTES - 1, 50) | {"data_path": data}
     words = megatron_arguments(run, tokens, Installation(True, False), folder, resume=False)

@@ -1,12 +1,6 @@
 import re
-from pathlib import Path
 
 import pytest
-
-from .browser import Browser, needs_browser
-
-pytestmark = needs_browser
-
 
 FAULTS = {
     'overlap by .*: "one" and "two"': "<p>one</p><p style='margin-top: -26px'>two</p>",
@@ -25,7 +19,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(fault: str, browser: Browser, tmp_path: Path) -> None:
+def test_faults_are_found(fault, browser, tmp_path):
     path = tmp_path / "bad.html"
     path.write_text(f"<!doctype html><meta charset=utf-8><body>{FAULTS[fault]}")
     found = browser.open(path, 500).faults()
@@ -33,7 +27,7 @@ def test_faults_are_found(fault: str, browser: Browser, tmp_path: Path) -> None:
     assert re.search(fault, found[0])
 
 
-def test_what_a_reader_cannot_see_is_no_fault(browser: Browser, tmp_path: Path) -> None:
+def test_what_a_reader_cannot_see_is_no_fault(browser, tmp_path):
     path = tmp_path / "good.html"
     hidden = (
         "<p style='margin-top: -26px; opacity: 0'>two</p><p style='margin-top: -26px; display: none'>x</p>"

@@ -1,7 +1,7 @@
 """A headless Chromium that opens pages and measures where their texts are, for tests and for one's own look.
 
 It talks to Chromium over its DevTools protocol, through a pipe: no port, no driver and no network. By hand:
-``python -m tests.browser PAGE.html FOLDER`` prints what is wrong with a page and writes a picture of each
+``python -m devtools.browser PAGE.html FOLDER`` prints what is wrong with a page and writes a picture of each
 width and scheme.
 """
 
@@ -14,23 +14,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-
-import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = os.environ.get("CHROME") or next(filter(None, map(shutil.which, NAMES)), None)
 WIDTHS = (500, 900, 1400)
 """Widths of a phone held sideways, a small window and a large one, in CSS pixels."""
 
-SCHEMES = ("light", "dark")
-
-needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason=f"no Chromium found: none of {', '.join(NAMES)} is on PATH, and CHROME is not set"
-)
-
+_OPTIONS = """
+    --headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run
+    --disable-background-networking --disable-component-update --disable-sync --disable-quic
+    --hide-scrollbars --force-color-profile=srgb --remote-debugging-pipe
+"""
 _MEASURE = (Path(__file__).parent / "text_faults.js").read_text(encoding="utf-8")
 _READY = """new Promise((resolve) => {
   const look = () => {
@@ -43,37 +39,32 @@ _READY = """new Promise((resolve) => {
 })"""
 
 
-@dataclass
 class Browser:
     """A running Chromium with one tab, and pipes of messages that end with a zero byte.
 
     ``console`` has the warnings, errors and exceptions of the open page since it was opened.
     """
 
-    process: subprocess.Popen[bytes]
-    commands: int
-    answers: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, commands: int, answers: int) -> None:
         self.console: list[str] = []
-        self._number = 0
-        self._session: str | None = None
-        self._unread = b""
+        self._commands, self._answers = commands, answers
+        self._number, self._unread = 0, b""
+        self._session: dict[str, str] = {}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = {"sessionId": session}
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its result."""
         self._number += 1
-        session = {} if self._session is None else {"sessionId": self._session}
-        command = {"id": self._number, "method": method, "params": parameters, **session}
-        os.write(self.commands, json.dumps(command).encode() + b"\0")
+        command = {"id": self._number, "method": method, "params": parameters, **self._session}
+        os.write(self._commands, json.dumps(command).encode() + b"\0")
         while True:
             while b"\0" not in self._unread:
-                more = os.read(self.answers, 1 << 20)
-                assert more, f"the browser ended with exit code {self.process.wait()}"
+                more = os.read(self._answers, 1 << 20)
+                assert more, "the browser ended"
                 self._unread += more
             message, _, self._unread = self._unread.partition(b"\0")
             answer = json.loads(message)
@@ -92,28 +83,19 @@ class Browser:
         elif event == "Log.entryAdded" and found["entry"]["level"] in ("warning", "error"):
             self.console.append(f"{found['entry']['level']}: {found['entry']['text']}")
 
-    def open(self, page: Path | str, width: int = 1400, scheme: str = "light", height: int = 1000) -> Self:
-        """Open a file, or an address that a test serves itself, and wait until it is drawn.
-
-        ``width`` and ``height`` of the window are CSS pixels; ``scheme`` is ``light`` or ``dark``.
-        """
+    def open(self, page: Path, width: int = 1400, scheme: str = "light") -> Self:
+        """Open a file in a window of this width in CSS pixels, and wait until it is drawn."""
         self.call("Page.navigate", url="about:blank")
         self.console.clear()
-        self.resize(width, height)
+        window = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **window)
         self.prefer(scheme)
-        self.call("Page.navigate", url=page.resolve().as_uri() if isinstance(page, Path) else page)
+        self.call("Page.navigate", url=page.resolve().as_uri())
         self.evaluate(_READY)
         return self
 
-    def resize(self, width: int, height: int = 1000) -> None:
-        """Change the size of the window, in CSS pixels."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
-        )
-
     def prefer(self, scheme: str) -> None:
-        """Change the reader's colour scheme."""
+        """Change the reader's colour scheme to ``light`` or ``dark``."""
         media = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=media)
 
@@ -138,25 +120,26 @@ class Browser:
 @contextmanager
 def opened_browser() -> Iterator[Browser]:
     """Start a Chromium without a window, and end it with the block."""
-    assert BROWSER is not None
+    assert BROWSER is not None, f"none of {', '.join(NAMES)} is on PATH, and CHROME is not set"
     (to_read, commands), (answers, to_write) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        arguments = [
-            *(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-            *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
-            *("--disable-sync", "--disable-quic", "--hide-scrollbars", "--force-color-profile=srgb"),
-            *(f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND"),
-            "--remote-debugging-pipe",
-        ]
-
+        own = [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND"]
         # The browser reads commands from descriptor 3 and writes answers to descriptor 4.
-        redirected = ["bash", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "bash", *arguments]
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        redirected = [
+            "bash",
+            "-c",
+            f'exec "$@" 3<&{to_read} 4>&{to_write}',
+            "bash",
+            BROWSER,
+            *_OPTIONS.split(),
+            *own,
+        ]
+        quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         process = subprocess.Popen(redirected, pass_fds=(to_read, to_write), **quiet)
         for descriptor in (to_read, to_write):
             os.close(descriptor)
         try:
-            yield Browser(process, commands, answers)
+            yield Browser(commands, answers)
         finally:
             with suppress(OSError):
                 os.close(commands)  # the browser ends when its commands end
@@ -173,9 +156,8 @@ def main(page: str, folder: str) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     with opened_browser() as browser:
         for width in WIDTHS:
-            for scheme in SCHEMES:
-                browser.open(Path(page), width, scheme)
-                for fault in browser.faults():
+            for scheme in ("light", "dark"):
+                for fault in browser.open(Path(page), width, scheme).faults():
                     print(f"{width} {scheme}: {fault}")
                 browser.picture(Path(folder) / f"{Path(page).stem}_{width}_{scheme}.png")
 
