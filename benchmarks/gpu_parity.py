@@ -185,7 +185,7 @@ def plan_with_free_links() -> None:
     """Replace the measured costs of links after every measurement, equally on all ranks."""
     from megatron_fssdp.megatron_adapter.iterations import iteration_driver
     from megatron_fssdp.planning.cost.cost_model import LinkCost
-    from megatron_fssdp.strategies import auto_strategy
+    from megatron_fssdp.strategies.auto import auto_strategy
 
     auto_strategy.LEAST_GAIN = 0.0  # Experts take a small part of a layer.
     measure = iteration_driver.profile_layers

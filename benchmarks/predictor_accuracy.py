@@ -30,7 +30,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription, LinkDe
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import simulate
-from megatron_fssdp.strategies.shipped_strategies import EpSettings
+from megatron_fssdp.strategies.ep import EpSettings
 
 CONTROL_SUFFIX = " again"  # the testbed's second run of a variant, which has no simulation of its own
 INSIDE_OVER_BETWEEN = 100

@@ -80,7 +80,13 @@ SUB_ROOMS: dict[str, dict[str, set[str]]] = {
         "cost": {"", "placement", "transfer", "dispatch"},
         "kernels": {"", "placement", "cost"},
     },
-    "strategies": {"": set(), "fssdp": {""}},
+    # One folder for each strategy; those on the right are built on others.
+    "strategies": {
+        "": set(),
+        **{name: {""} for name in ("none", "ep", "fssdp", "prophet", "fastermoe", "quota")},
+        **{name: {""} for name in ("flexmoe", "parm")},
+        **{name: {"", "ep"} for name in ("smartmoe", "auto")},
+    },
     "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}},
     "collectives": {"": set(), "sparse": {""}},
     "dispatchers": {"": {"parm"}, "parm": set()},

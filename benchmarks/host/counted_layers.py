@@ -22,7 +22,7 @@ from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
-from megatron_fssdp.strategies.auto_strategy import selecting
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.fssdp import fssdp_strategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy

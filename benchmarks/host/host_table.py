@@ -32,7 +32,7 @@ from megatron_fssdp.runtime.layers.layer_planner import packed, unpacked
 from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import layer_profile
-from megatron_fssdp.strategies.auto_strategy import selecting
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_before_gate
 from megatron_fssdp.strategies.registry import build_strategy

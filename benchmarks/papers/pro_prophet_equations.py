@@ -16,7 +16,7 @@ from benchmarks.papers.setting import PROFILED, Setting
 from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.layer_plan import LayerPlan
-from megatron_fssdp.strategies.prophet_strategy import ProphetModel
+from megatron_fssdp.strategies.prophet.prophet_strategy import ProphetModel
 
 OPERATIONS = {"A2A": "dispatch", "EC": "experts", "Trans": "spAG", "Agg": "spRS"}
 """Operations of Fig. 13, and how the simulator's timeline names them."""

@@ -8,11 +8,13 @@ import numpy as np
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, register_strategy
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.strategies.flexmoe_strategy import FlexmoeStrategy
+from megatron_fssdp.strategies.flexmoe import FlexmoeSettings
+from megatron_fssdp.strategies.flexmoe.flexmoe_strategy import FlexmoeStrategy
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.shipped_strategies import FlexmoeSettings, FssdpSettings, SmartmoeSettings
-from megatron_fssdp.strategies.smartmoe_strategy import SmartmoeStrategy, permuted_owners
+from megatron_fssdp.strategies.smartmoe import SmartmoeSettings
+from megatron_fssdp.strategies.smartmoe.smartmoe_strategy import SmartmoeStrategy, permuted_owners
 
 MOVING_SMARTMOE, MOVING_FLEXMOE = "moving_smartmoe", "moving_flexmoe"
 TOP_EXPERTS, STEPPED_HECATE = "top_experts", "stepped_hecate"

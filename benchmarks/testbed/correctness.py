@@ -15,7 +15,7 @@ from benchmarks.testbed.measurement import Variant, make_groups, make_stack, mic
 from benchmarks.testbed.stack_inputs import IterationInput, StackSize
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.strategies.shipped_strategies import EpSettings
+from megatron_fssdp.strategies.ep import EpSettings
 
 TOLERANCE = 1e-5
 """Largest accepted difference of fp32 numbers, relative to the largest value of a tensor."""

@@ -23,7 +23,7 @@ from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.layers.strategy_selector import select_strategies
-from megatron_fssdp.strategies.auto_strategy import selecting
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.strategy import Strategy
 

@@ -28,8 +28,8 @@ from megatron_fssdp.simulation.layer_record import IterationRecord, LayerPrices
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import OnPlan, replay_strategy, warm_up_iterations
 from megatron_fssdp.simulation.workloads import counts_of_shares
+from megatron_fssdp.strategies.ep import EpSettings
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.shipped_strategies import EpSettings
 from megatron_fssdp.strategies.strategy import Strategy
 from megatron_fssdp.systems.system_list import SYSTEMS
 

@@ -14,9 +14,9 @@ from megatron_fssdp.config.loading import setting
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.strategies.flexmoe_strategy import FlexmoeStrategy
+from megatron_fssdp.strategies.flexmoe import FlexmoeSettings
+from megatron_fssdp.strategies.flexmoe.flexmoe_strategy import FlexmoeStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.shipped_strategies import FlexmoeSettings
 
 
 class EplbKeys(FlexmoeSettings):

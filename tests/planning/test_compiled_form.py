@@ -16,7 +16,8 @@ from megatron_fssdp.planning.dispatch import token_dispatch
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
-from megatron_fssdp.strategies import plan_price, prophet_strategy
+from megatron_fssdp.strategies import plan_price
+from megatron_fssdp.strategies.prophet import prophet_strategy
 from tests.drawn_examples import examples
 from tests.support.python_process import python_output
 

@@ -13,7 +13,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages
-from megatron_fssdp.strategies.fastermoe_strategy import ShadowingCosts, select_shadows
+from megatron_fssdp.strategies.fastermoe.fastermoe_strategy import ShadowingCosts, select_shadows
 from tests.drawn_examples import examples
 from tests.support.random_placement import with_replicas
 

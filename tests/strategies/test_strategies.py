@@ -13,11 +13,11 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.hecate_algorithms import heterogeneous_sharding, sparse_materialization
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.shipped_strategies import FssdpSettings
 from megatron_fssdp.strategies.strategy import Strategy
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import owned_layers, random_counts_DE

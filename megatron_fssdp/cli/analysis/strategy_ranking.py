@@ -19,7 +19,7 @@ from megatron_fssdp.report.units import format_memory
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.simulator import balanced_counts, checked_strategy, simulate
 from megatron_fssdp.simulation.workloads import WORKLOADS
-from megatron_fssdp.strategies.shipped_strategies import EpSettings
+from megatron_fssdp.strategies.ep import EpSettings
 from megatron_fssdp.systems.system_list import SYSTEMS
 
 _COLUMNS = (

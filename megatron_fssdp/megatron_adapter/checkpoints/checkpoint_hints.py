@@ -30,7 +30,7 @@ from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-from megatron_fssdp.strategies.auto_strategy import AutoStrategy, selecting
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, selecting
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import members_of
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.planning.compiled_form import source_digest
-from megatron_fssdp.strategies.auto_strategy import selecting
+from megatron_fssdp.strategies.auto.auto_strategy import selecting
 
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations

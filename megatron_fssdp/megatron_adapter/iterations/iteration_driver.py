@@ -39,7 +39,7 @@ from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_profiling import profile_layers
 from megatron_fssdp.runtime.layers.strategy_selector import select_strategies
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
-from megatron_fssdp.strategies.auto_strategy import SelectionReport, selecting
+from megatron_fssdp.strategies.auto.auto_strategy import SelectionReport, selecting
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.layer_planning import StageLoads, moved_before
 

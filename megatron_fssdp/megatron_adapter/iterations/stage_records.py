@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ReshardReport
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
-from megatron_fssdp.strategies.auto_strategy import SelectionReport
+from megatron_fssdp.strategies.auto.auto_strategy import SelectionReport
 
 
 def _peak_bytes() -> int:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-from megatron_fssdp.strategies.auto_strategy import AutoStrategy, SelectionReport
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, SelectionReport
 
 
 def select_strategies(

@@ -26,9 +26,9 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
+from megatron_fssdp.strategies.fssdp import PlanSource
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import fastest, plan_price
-from megatron_fssdp.strategies.shipped_strategies import PlanSource
 
 MOST_SEARCHED = 0.05
 """Seconds of a search after the gate over those of a layer's micro-batch, up to which it is made."""

@@ -14,6 +14,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, plan_materialization
+from megatron_fssdp.strategies.fssdp import FssdpSettings, PlanSource
 from megatron_fssdp.strategies.fssdp.exact_plans import (
     MOST_PRICED,
     WINDOW,
@@ -29,7 +30,6 @@ from megatron_fssdp.strategies.fssdp.hecate_algorithms import (
 from megatron_fssdp.strategies.fssdp.kept_searches import KeptSearches
 from megatron_fssdp.strategies.layer_plan import LastResults, LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import early_share, fastest, plan_price
-from megatron_fssdp.strategies.shipped_strategies import FssdpSettings, PlanSource
 from megatron_fssdp.strategies.strategy import MeasuredReplicas, MovesOwners
 
 

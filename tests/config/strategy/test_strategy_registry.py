@@ -12,9 +12,10 @@ from megatron_fssdp.config.strategy.strategy_registry import (
     strategy_settings,
 )
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
-from megatron_fssdp.strategies.ep_strategy import EpStrategy
+from megatron_fssdp.strategies.ep import EpSettings
+from megatron_fssdp.strategies.ep.ep_strategy import EpStrategy
+from megatron_fssdp.strategies.none import NoneSettings
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.shipped_strategies import EpSettings, NoneSettings
 from megatron_fssdp.strategies.strategy import Strategy
 
 from ...support.python_process import ROOT, run_python

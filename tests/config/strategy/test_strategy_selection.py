@@ -3,7 +3,7 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
 from megatron_fssdp.config.strategy.strategy_settings import checks_plans, profile_iterations, puts_weights
-from megatron_fssdp.strategies.shipped_strategies import FssdpSettings
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 
 
 def test_every_strategy_has_defaults_and_overrides_take_precedence_over_the_file(tmp_path):

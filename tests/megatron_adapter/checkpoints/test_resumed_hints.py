@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.records.metrics import read_metrics
-from megatron_fssdp.strategies.auto_strategy import AutoStrategy
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy
 
 from ..training_run import assert_equal, relative_difference, rows, slow, train
 

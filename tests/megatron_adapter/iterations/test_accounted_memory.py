@@ -115,7 +115,7 @@ def shadow_and_measure():
     """Shadow the first experts for any counts, and note the largest number of bytes that replicas had."""
     from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
     from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
-    from megatron_fssdp.strategies import fastermoe_strategy
+    from megatron_fssdp.strategies.fastermoe import fastermoe_strategy
 
     fastermoe_strategy.select_shadows = lambda *_, most, **__: tuple(range(most))
     allocated: list[int] = []

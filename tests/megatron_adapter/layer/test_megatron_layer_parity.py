@@ -11,8 +11,9 @@ import torch
 from megatron.core.activations import quick_gelu
 
 from megatron_fssdp.config.strategy.strategy_registry import register_strategy
+from megatron_fssdp.strategies.ep import EpSettings
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
-from megatron_fssdp.strategies.shipped_strategies import EpSettings, FssdpSettings
 from tests.support.training_preload import run_megatron_ranks
 
 from ..fused_dispatch import install_fused_dispatch

@@ -17,12 +17,12 @@ from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
 from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.exact_plans import corrected, even_s, of_micro_batch
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_before_gate
 from megatron_fssdp.strategies.plan_price import plan_price
-from megatron_fssdp.strategies.shipped_strategies import FssdpSettings
 from tests.drawn_examples import examples
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE

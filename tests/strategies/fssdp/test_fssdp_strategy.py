@@ -8,11 +8,11 @@ from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
 from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy, with_cheaper_shares
 from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
-from megatron_fssdp.strategies.shipped_strategies import FssdpSettings
 from tests.support.random_placement import with_replicas
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE

@@ -10,6 +10,7 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
+from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.fssdp.hecate_algorithms import (
     apportion_replicas,
@@ -18,7 +19,6 @@ from megatron_fssdp.strategies.fssdp.hecate_algorithms import (
 )
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
-from megatron_fssdp.strategies.shipped_strategies import FssdpSettings
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import owned_layers, random_counts_DE
 

@@ -48,8 +48,11 @@ ALL = {
 
 def cheap_links():
     from megatron_fssdp.runtime.layers import layer_profiling
-    from megatron_fssdp.strategies import auto_strategy, flexmoe_strategy, layer_planning, prophet_strategy
+    from megatron_fssdp.strategies import layer_planning
+    from megatron_fssdp.strategies.auto import auto_strategy
+    from megatron_fssdp.strategies.flexmoe import flexmoe_strategy
     from megatron_fssdp.strategies.fssdp import fssdp_strategy
+    from megatron_fssdp.strategies.prophet import prophet_strategy
 
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: LinkSet(cost, cost, cost)

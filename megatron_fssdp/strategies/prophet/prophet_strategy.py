@@ -16,7 +16,7 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import early_share, fastest
-from megatron_fssdp.strategies.shipped_strategies import ProphetSettings
+from megatron_fssdp.strategies.prophet import ProphetSettings
 from megatron_fssdp.strategies.strategy import MeasuredReplicas
 
 ROUNDING = 1e-9

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
-from megatron_fssdp.strategies.prophet_strategy import ProphetModel, greedy_placements
+from megatron_fssdp.strategies.prophet.prophet_strategy import ProphetModel, greedy_placements
 
 # Pro-Prophet's Fig. 6: 5, 2 and 2 inputs are for the experts of devices 0, 1 and 2. Device 1 has two for
 # expert 0, device 2 has none for it and one for each of the others.

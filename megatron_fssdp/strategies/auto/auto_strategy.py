@@ -18,10 +18,10 @@ from megatron_fssdp.config.strategy.strategy_registry import BASELINE, SHIPPED, 
 from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.strategies.auto import AutoSettings
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.shipped_strategies import AutoSettings
 from megatron_fssdp.strategies.strategy import Strategy, mistakes_named
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.strategies.fastermoe_strategy import ShadowingCosts, select_shadows
+from megatron_fssdp.strategies.fastermoe.fastermoe_strategy import ShadowingCosts, select_shadows
 
 # A token takes a second on the network and a third of a second in each of three passes; an expert 2 s.
 COSTS = ShadowingCosts(token_bytes=1, expert_bytes=2, flops_per_token=1, flops_per_s=3, bytes_per_s=1)

@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_fssdp.planning.cost.cost_model import BACKWARD_PER_FORWARD, NUM_ALL_TO_ALLS
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from megatron_fssdp.strategies.fastermoe import FastermoeSettings
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.shipped_strategies import FastermoeSettings
 from megatron_fssdp.strategies.strategy import ReplicasAfterGate
 
 

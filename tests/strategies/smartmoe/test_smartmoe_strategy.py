@@ -11,8 +11,8 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.strategies.shipped_strategies import SmartmoeSettings
-from megatron_fssdp.strategies.smartmoe_strategy import SmartmoeStrategy, permuted_owners
+from megatron_fssdp.strategies.smartmoe import SmartmoeSettings
+from megatron_fssdp.strategies.smartmoe.smartmoe_strategy import SmartmoeStrategy, permuted_owners
 from tests.planning.placement_cases import SLOW_EXPERTS
 
 DEAR = dataclasses.replace(SLOW_EXPERTS, owned_bytes=10**12)  # moving an expert's states takes days

@@ -6,13 +6,13 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, strategy_settings
 from megatron_fssdp.planning.loads import LoadHistory
-from megatron_fssdp.strategies import auto_strategy
-from megatron_fssdp.strategies.auto_strategy import AutoStrategy, select_by_seconds
+from megatron_fssdp.strategies.auto import auto_strategy
+from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, select_by_seconds
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 
-from .test_layer_planning import CONTEXT
+from ..test_layer_planning import CONTEXT
 
 EVEN = np.full((4, 8), 100)
 HOT = EVEN + 600 * (np.arange(8) == 3)

@@ -11,10 +11,9 @@ from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies import flexmoe_strategy
-from megatron_fssdp.strategies.flexmoe_strategy import FlexmoeStrategy
+from megatron_fssdp.strategies.flexmoe import FlexmoeSettings, flexmoe_strategy
+from megatron_fssdp.strategies.flexmoe.flexmoe_strategy import FlexmoeStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.strategies.shipped_strategies import FlexmoeSettings
 from tests.drawn_examples import examples
 from tests.planning.placement_cases import SLOW_EXPERTS, placement_price
 from tests.support.random_placement import with_replicas

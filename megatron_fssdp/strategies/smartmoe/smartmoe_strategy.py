@@ -12,10 +12,10 @@ from megatron_fssdp.config.strategy.strategy_settings import profile_iterations
 from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import even_owners
-from megatron_fssdp.strategies.ep_strategy import EpStrategy
+from megatron_fssdp.strategies.ep.ep_strategy import EpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
-from megatron_fssdp.strategies.shipped_strategies import SmartmoeSettings
+from megatron_fssdp.strategies.smartmoe import SmartmoeSettings
 from megatron_fssdp.strategies.strategy import MovesOwners
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import fastest
-from megatron_fssdp.strategies.shipped_strategies import QuotaSettings
+from megatron_fssdp.strategies.quota import QuotaSettings
 from megatron_fssdp.strategies.strategy import ReplicasAfterGate
 
 

@@ -16,9 +16,9 @@ from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
+from megatron_fssdp.strategies.flexmoe import FlexmoeSettings
 from megatron_fssdp.strategies.layer_plan import LastResults, LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
-from megatron_fssdp.strategies.shipped_strategies import FlexmoeSettings
 from megatron_fssdp.strategies.strategy import ResidentReplicas
 
 FLEXMOE_THRESHOLD = 1.1
