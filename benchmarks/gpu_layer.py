@@ -127,7 +127,7 @@ class Layers:
             self.runtime = session.runtime
             self.layers = [StrategyMoELayer.of(layer, session) for layer in self.layers]
         for slot_layer in self.runtime.layers if self.runtime else ():
-            slot_layer.set_profile(profile)
+            slot_layer.local.set_profile(profile)
             passes = slot_layer.passes
             passes.on_pass = partial(self._note, slot_layer.context.layer, passes.on_pass)
 

@@ -198,7 +198,7 @@ def plan_with_free_links() -> None:
             # Links between nodes stay slower than links inside a node, as planners expect.
             links = {"intra": LinkCost(0.0, _FREE_S_PER_BYTE), "inter": LinkCost(0.0, 2 * _FREE_S_PER_BYTE)}
             profile = replace(profile, cluster=replace(profile.cluster, **links), non_moe_s=_BEFORE_LAYER_S)
-            layer.set_profile(profile)
+            layer.local.set_profile(profile)
 
     iteration_driver.profile_layers = profile_layers
 

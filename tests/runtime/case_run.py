@@ -175,7 +175,7 @@ class CaseRun:
             wanted = batch.of_rank(self._reference(batch)[0].detach(), self.rank)
             self.result.compare("evaluation", output, wanted)
         if is_marked:
-            assert letter == "e" or not any(layer.slots.load.counts_DE.any() for layer in self.layers)
+            assert letter == "e" or not any(layer.slots.local.load.counts_DE.any() for layer in self.layers)
         assert [layer.slots.history.num_seen for layer in self.layers] == num_seen
 
     def _reference(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -116,7 +116,7 @@ class RankLayer:
 
     def move(self, owner_E: np.ndarray) -> None:
         self.parameters = self._own(owner_E)
-        self.slots.own(owner_E, self.parameters, self._layout())
+        self.slots.lifecycle.own(owner_E, self.parameters, self._layout())
 
     def keep(self, strategy: DrawnPlacements, number: int) -> None:
         context = self.slots.context
@@ -124,7 +124,7 @@ class RankLayer:
         own = {e: p for e, p in self.parameters.items() if context.owner_E[e] == self.groups.device}
         replicas = {e: self.make(e) for e in placement.experts_on(self.groups.device) if e not in own}
         self.parameters = {**own, **replicas}
-        self.slots.keep(placement, replicas)
+        self.slots.lifecycle.keep(placement, replicas)
 
     def leave(self) -> None:
         """Take the Parameters' values away until :meth:`arrive`, which makes every early read visible."""

@@ -186,6 +186,6 @@ def _is_home(group: Any) -> bool:
 
 def _chunk(layer: SlotLayer) -> SlotLayer:
     # A model chunk is known by its first MoE layer.
-    while not layer.is_first and layer.before is not None:
+    while not layer.local.is_first and layer.before is not None:
         layer = layer.before
     return layer

@@ -86,7 +86,7 @@ class IterationDriver:
         self._iterations_to_measure = strategy.profile_iterations
         if self._iterations_to_measure:
             for layer in layers:
-                layer.stopwatch = LayerStopwatch()
+                layer.local.stopwatch = LayerStopwatch()
         else:  # Until costs are measured, there are no limits, and no replicas.
             report_memory(session, self._host, self.held)
 
@@ -104,7 +104,7 @@ class IterationDriver:
         session = self._session
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
-        elif self.runtime.layers and self.runtime.layers[0].stopwatch is not None:
+        elif self.runtime.layers and self.runtime.layers[0].local.stopwatch is not None:
             self._profile(num_micro_batches)
             self.runtime.drop_plans()
         self.selection = None
@@ -200,7 +200,7 @@ class IterationDriver:
             seconds = time.perf_counter() - self._began_s
             is_logged = self._number % (self._host.log_interval or 1) == 0
             self.balance.note(self._number, self.runtime.layers, plans, loads, seconds, is_logged=is_logged)
-        if any(layer.stopwatch is not None for layer in self.runtime.layers):
+        if any(layer.local.stopwatch is not None for layer in self.runtime.layers):
             num_bytes = self._replicas_bytes(plans, loads)
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, num_bytes)
         return loads

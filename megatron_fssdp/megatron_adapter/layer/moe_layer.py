@@ -217,7 +217,7 @@ def install_beginnings(chunk: torch.nn.Module) -> None:
 
 def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
     slots = moe.slot_layer
-    slots.is_first = first
+    slots.local.is_first = first
 
     def begun(method: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

@@ -101,7 +101,7 @@ class SlotDispatchers:
         self._whole_tokens = hidden_states
         self._begun = dispatcher = self._layer.token_dispatcher
         self._own_tokens, *routed = self._gate.route(dispatcher, hidden_states, padding_mask)
-        load, decision = slot_layer.load, dispatcher.decision
+        load, decision = slot_layer.local.load, dispatcher.decision
         load.schedule, load.schedule_predicted_s = decision.schedule, dict(decision.predicted_s)
         sees_all = decision.schedule in ("s2", "baseline")
         slot_layer.counts.num_counting = self._pg_collection.tp.size() if sees_all else 1

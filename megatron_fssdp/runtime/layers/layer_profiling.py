@@ -37,7 +37,7 @@ def profile_layers(
     first, device = layers[0], layers[0].experts.device
     layout = first.experts.layout()
     flops_per_token = 2.0 * sum(shape.numel() for shape in layout.shapes if len(shape) == 2)
-    watches = [watch for layer in layers if (watch := layer.stopwatch) is not None]
+    watches = [watch for layer in layers if (watch := layer.local.stopwatch) is not None]
     rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
     before_s = [w.before_s() for w in watches]
     where = first.groups
@@ -87,4 +87,4 @@ def profile_layers(
         **known,
     )
     for layer in layers:
-        layer.set_profile(profile)
+        layer.local.set_profile(profile)

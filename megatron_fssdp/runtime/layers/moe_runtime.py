@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +10,18 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.messages import wait_for
+from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
+from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
 from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
-from megatron_fssdp.runtime.layers.local_layer import IterationClock
+from megatron_fssdp.runtime.layers.local_layer import IterationClock, LocalLayer
+from megatron_fssdp.runtime.layers.pass_binder import PassBinder, SlotPass
+from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.runtime.slots.remap.reference import sent_to
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -60,13 +65,17 @@ class MoERuntime:
         *,
         await_parameters: Callable[[], object] = lambda: None,
         await_gradients: Callable[[], object] = lambda: None,
+        on_pass: Callable[[SlotPass], object] = lambda slot_pass: None,
+        on_home: Callable[[], object] = lambda: None,
+        least_slots: int = 0,
+        slot_multiple: int = 1,
         measures: bool = False,
-        **options: Any,
     ) -> SlotLayer:
         """Register a layer; layers must be added in the same order on every rank.
 
-        The arguments are fields of :class:`LocalExperts` and of :class:`LayerLifecycle`. A layer that
-        ``measures`` does so on this rank in any case.
+        The arguments are those of the layer's parts: :class:`LocalExperts`, :class:`LayerPasses`,
+        :class:`HomeGradients` and :class:`PassBinder`. A layer that ``measures`` does so on this rank in any
+        case.
         """
         what, device = f"layer {context.layer}", next((ps[0].device for ps in parameters.values()), None)
         experts = LocalExperts(
@@ -77,26 +86,22 @@ class MoERuntime:
             told_device=device,
         )
         before, group = self.layers[-1] if self.layers else None, groups.everyone or groups.expert_parallel
-        checks = {"shares_plans": self.strategy.shares_plans, "checks_plans": self.check_plans}
-        layer = SlotLayer(
-            context,
-            groups,
-            experts,
-            self.strategy,
-            self.clock,
-            self.timer,
-            is_first=before is None,
-            # Every rank of the group has the loads of the whole group, so only one computes the report.
-            journal=[] if measures or (self.measure and groups.device == 0) else None,
-            planner=self._planners.setdefault(group, LayerPlanner(group, **checks)),
-            before=before,
-            measures_spread=self.measure,
-            **options,
+        # Every rank of the group has the loads of the whole group, so only one computes the report.
+        journal: list[TransferTimer] | None = (
+            [] if measures or (self.measure and groups.device == 0) else None
         )
-        if before is not None:
-            before.following = layer
-        self.layers.append(layer)
-        return layer
+        common = self.strategy, self.clock, self.timer
+        local = LocalLayer(context, groups, experts, *common, is_first=before is None, journal=journal)
+        checks = {"shares_plans": self.strategy.shares_plans, "checks_plans": self.check_plans}
+        planner = self._planners.setdefault(group, LayerPlanner(group, **checks))
+        planner.layers.append(local)
+        # Passes outside of iterations leave the tables of graphs alone.
+        inside, outside = (PassBinder(local, least_slots, slot_multiple) for _ in range(2))
+        passes = LayerPasses(local, planner, inside, outside, before.passes if before else None, on_pass)
+        gradients = HomeGradients(local, passes, on_home)
+        counts = SlotCounts(local, measures_spread=self.measure)
+        self.layers.append(SlotLayer(LayerLifecycle(passes, gradients, counts), before))
+        return self.layers[-1]
 
     def begin_iteration(self, num_micro_batches: int = 0, iteration: int | None = None) -> None:
         """Mark the start of an iteration; its plans are made from the loads of earlier iterations.
@@ -131,12 +136,12 @@ class MoERuntime:
             self.clock.driven, self.clock.trains = before
             if not self.clock.is_open:
                 for layer in self.layers:
-                    layer.reset()
+                    layer.lifecycle.reset()
 
     def drop_plans(self) -> None:
         """Forget the plans that an evaluation has made, because what they depend on changes."""
         for layer in self.layers:
-            layer.drop_plan()
+            layer.lifecycle.drop_plan()
 
     def reset_gradients(self) -> None:
         """Drop gradients, counts and weights of an iteration that was not ended; its plans stay."""
@@ -144,7 +149,7 @@ class MoERuntime:
             of_group.drop()
         self._counts.clear()
         for layer in self.layers:
-            layer.reset()
+            layer.lifecycle.reset()
         self.timer.stop()
         self.clock.is_open = self.clock.driven = self.clock.trains = False
 
@@ -173,7 +178,7 @@ class MoERuntime:
             of_group.take()
         self.clock.is_open = self.clock.driven = self.clock.trains = False
         self.timer.stop()
-        loads = [layer.end_iteration() for layer in self.layers]
+        loads = [layer.lifecycle.end_iteration() for layer in self.layers]
         self.clock.num_micro_batches, self.clock.iteration = 0, None
         return loads
 

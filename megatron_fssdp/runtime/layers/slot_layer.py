@@ -25,21 +25,44 @@ from typing import Any
 from torch import Tensor
 
 from megatron_fssdp.runtime.clocks.pass_timer import Part
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
+from megatron_fssdp.strategies.layer_plan import LayerContext
 
 
-class SlotLayer(LayerLifecycle):
-    """The passes of a layer on this rank. All ranks of its groups call its methods in the same order."""
+class SlotLayer:
+    """The passes of a layer on this rank. All ranks of its groups call its methods in the same order.
 
-    following: "SlotLayer | None" = None  # the MoE layer after it on this rank
+    ``before`` is the MoE layer before it on this rank; it then has this one as ``following``.
+    """
+
+    def __init__(self, lifecycle: LayerLifecycle, before: "SlotLayer | None" = None) -> None:
+        self.lifecycle, self.local = lifecycle, lifecycle.local
+        self.passes, self.gradients, self.counts = lifecycle.passes, lifecycle.gradients, lifecycle.counts
+        self.groups, self.clock, self.history = self.local.groups, self.local.clock, self.local.history
+        self.before, self.following = before, None
+        if before is not None:
+            before.following = self
+        self.is_counted = False  # the running forward pass
+
+    @property
+    def context(self) -> LayerContext:
+        """What the strategy may know of the layer."""
+        return self.local.context
+
+    @property
+    def experts(self) -> LocalExperts:
+        """The experts with Parameters on this rank."""
+        return self.local.experts
 
     def mark(self, tensor: Tensor, forward: Part | None, backward: Part | None) -> None:
         """Mark a border between two parts of a pass, if they are measured (:meth:`PassTimer.border`)."""
-        if self.stopwatch is not None:
-            self.stopwatch.reach(forward, tensor)
-        if self.timer.is_running and self.clock.trains:
-            self.timer.border((self.load.forward, self.load.backward), tensor, forward, backward)
+        if self.local.stopwatch is not None:
+            self.local.stopwatch.reach(forward, tensor)
+        if self.local.timer.is_running and self.clock.trains:
+            load = self.local.load
+            self.local.timer.border((load.forward, load.backward), tensor, forward, backward)
 
     def launch(self, hidden: Tensor) -> None:
         """Plan the iteration if it is not yet; ``hidden`` is any tensor of the pass."""
@@ -47,9 +70,9 @@ class SlotLayer(LayerLifecycle):
             return
         if self.passes.shared is None or self.groups.transfers is not None:
             self.passes.gather_ahead()
-        if self.stopwatch is not None:
+        if self.local.stopwatch is not None:
             # The span begins when the transfer is posted: what the host did until here hides nothing.
-            self.stopwatch.layer_begins(hidden.device)
+            self.local.stopwatch.layer_begins(hidden.device)
 
     def prepare(self, routing_map: Tensor | None) -> None:
         """The map, bool ``[T, E]``, is ``None`` if a CUDA graph made it. Plans of micro-batches wait."""
@@ -61,6 +84,13 @@ class SlotLayer(LayerLifecycle):
         # Transfers that may not run beside the dispatch end here.
         if (transfers := self.passes.in_use.transfers) is not None and not transfers.plan.gather_ahead:
             transfers.await_weights()
+
+    def prepare_capture(self, *, training: bool) -> None:
+        """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses."""
+        self.is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
+        self.passes.choose_to_capture(is_counted=self.is_counted)
+        if self.is_counted:
+            self.counts.open(self.passes.in_use, None)
 
     def remap[Map: (Tensor, None)](self, routing_map: Map, probs: Tensor) -> tuple[Map, Tensor]:
         """From map and probabilities of experts, ``[T, E]``, to those of slots, ``[T, W]``."""
@@ -89,7 +119,7 @@ class SlotLayer(LayerLifecycle):
             transfers.begin_use(backward=False)
             if slot_pass.plan.in_steps:
                 return transfers.await_weights, slot_pass.replicas_U
-        if following is not None and self.strategy.splits and self.clock.driven and not in_backward():
+        if following is not None and self.local.strategy.splits and self.clock.driven and not in_backward():
             following.passes.gather_ahead(first_part=True)
         if transfers is not None:
             transfers.await_weights()
@@ -115,6 +145,6 @@ class SlotLayer(LayerLifecycle):
         self.mark(output, None, "combine")
         if (transfers := self.passes.in_use.transfers) is not None and transfers.plan.rematerialize:
             output = call_in_backward(partial(transfers.prefetch, backward=True), output)
-        if (following := self.following) is not None and not following.is_first and not in_backward():
+        if (following := self.following) is not None and not following.local.is_first and not in_backward():
             following.launch(output)
         return output

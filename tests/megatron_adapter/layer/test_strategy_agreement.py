@@ -51,7 +51,7 @@ def prepare():
 
     def plant(layers, *_, **__):
         for layer in layers:
-            layer.set_profile(PROFILE)
+            layer.local.set_profile(PROFILE)
 
     def note_plan(travel, self):
         plan = self.passes.in_use.plan  # of the only micro-batch of an iteration

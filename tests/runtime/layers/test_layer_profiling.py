@@ -36,7 +36,7 @@ def profile(
     run = CaseRun(LayerCase("profiled", num_layers=2, num_nodes=1, dtype=torch.float32))
     layers = run.runtime.layers
     for layer, before_s in zip(layers, BEFORE_S[rank], strict=True):
-        layer.stopwatch = watch(before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers))
+        layer.local.stopwatch = watch(before_s, EXPERTS_S[rank] / len(layers), num_rows[rank] // len(layers))
     layer_profiling.profile_layers(
         layers,
         [dist.group.WORLD],
@@ -46,7 +46,7 @@ def profile(
         num_micro_batches=NUM_MICRO_BATCHES,
         held=held,
     )
-    return [(layer.context.profile, layer.stopwatch is None) for layer in layers]
+    return [(layer.context.profile, layer.local.stopwatch is None) for layer in layers]
 
 
 def held(life: ReplicaLife) -> HeldReplicas:

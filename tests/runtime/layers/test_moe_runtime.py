@@ -26,7 +26,7 @@ CASE = LayerCase("runtime", num_nodes=1)
 def a_plan_lasts_an_iteration(rank: int, world_size: int) -> None:
     run = CaseRun(CASE)
     slots, runtime, plans, measured = run.layers[0].slots, run.runtime, [], []
-    slots.stopwatch = watch = LayerStopwatch()
+    slots.local.stopwatch = watch = LayerStopwatch()
     for _ in range(3):
         runtime.begin_iteration(2)
         plan = slots.passes.plan_iteration().plan
@@ -147,7 +147,7 @@ def counts_of_all_layers_arrive_with_the_end_of_the_iteration(rank: int, world_s
     run.forward(batch)[0].sum().backward()
     run.runtime.finish_gradients()
     run.runtime.end_passes()
-    assert not any(layer.slots.load.counts_DE.any() for layer in run.layers)
+    assert not any(layer.slots.local.load.counts_DE.any() for layer in run.layers)
     loads = run.runtime.end_iteration()
     for load, routing_map in zip(loads, batch.map_L, strict=True):
         assert load.counts_DE.sum(axis=0).tolist() == routing_map.sum(0).tolist()
@@ -197,7 +197,7 @@ def parameters_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
     uneven = {**parameters, next(iter(parameters)): [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
     for experts, num_layouts in (({}, 0), (uneven, 2)):
         with pytest.raises(ValueError, match=f"layer 7: got {num_layouts} expert layouts .*layout argument"):
-            LocalLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), layer.strategy)
+            LocalLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), layer.local.strategy)
 
 
 @pytest.mark.parametrize(

@@ -180,11 +180,11 @@ def test_layers_equal_the_reference(world_size: int, is_slow: bool, case: LayerC
 def delayed_dispatch(rank: int, world_size: int) -> tuple[float, ...]:
     """A gather from 8 to 11.5 s and a reduction beside a dispatch from 10 to 14 s."""
     layer = CaseRun(LayerCase("delayed", num_nodes=1)).layers[0].slots
-    forward = layer.load.forward
-    layer.timer._marks += [(forward, "dispatch", 10.0), (forward, "experts", 14.0), (None, None, 15.0)]
-    layer.journal += [TransferTimer(True, 0, 8.0, 11.5), TransferTimer(False, 0, 10.0, 12.0)]
-    layer.timer.stop()
-    load = layer.end_iteration()
+    forward = layer.local.load.forward
+    layer.local.timer._marks += [(forward, "dispatch", 10.0), (forward, "experts", 14.0), (None, None, 15.0)]
+    layer.local.journal += [TransferTimer(True, 0, 8.0, 11.5), TransferTimer(False, 0, 10.0, 12.0)]
+    layer.local.timer.stop()
+    load = layer.lifecycle.end_iteration()
     return load.spag_exposed_s, load.sprs_exposed_s, load.forward.dispatch_s, load.forward.experts_s
 
 
