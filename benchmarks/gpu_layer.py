@@ -129,7 +129,7 @@ class Layers:
         for slot_layer in self.runtime.layers if self.runtime else ():
             slot_layer.local.set_profile(profile)
             passes = slot_layer.passes
-            passes.on_pass = partial(self._note, slot_layer.context.layer, passes.on_pass)
+            passes.on_pass = partial(self._note, slot_layer.local.context.layer, passes.on_pass)
 
     def run(
         self, hidden: torch.Tensor, upstream: torch.Tensor, routing: Sequence[Any], micro_batches: int

@@ -194,7 +194,7 @@ def plan_with_free_links() -> None:
     def profile_layers(layers: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         measure(layers, *args, **kwargs)
         for layer in layers:
-            profile = layer.context.profile
+            profile = layer.local.context.profile
             # Links between nodes stay slower than links inside a node, as planners expect.
             links = {"intra": LinkCost(0.0, _FREE_S_PER_BYTE), "inter": LinkCost(0.0, 2 * _FREE_S_PER_BYTE)}
             profile = replace(profile, cluster=replace(profile.cluster, **links), non_moe_s=_BEFORE_LAYER_S)

@@ -28,13 +28,17 @@ class ExpertMoves:
         layers = runtime.layers
         first = layers[0]
         self._group, self._device = first.groups.expert_parallel, first.groups.device
-        self._owners = OwnerMap.even(len(layers), first.context.num_experts, first.context.num_devices)
-        self._resident_map = ResidentMap.empty(len(layers), first.context.num_devices, 0)
-        slots = [tensors for layer in layers for tensors in layer.experts.parameters.values()]
+        self._owners = OwnerMap.even(
+            len(layers), first.local.context.num_experts, first.local.context.num_devices
+        )
+        self._resident_map = ResidentMap.empty(len(layers), first.local.context.num_devices, 0)
+        slots = [tensors for layer in layers for tensors in layer.local.experts.parameters.values()]
         self._layout = ExpertLayout.of(slots[0])
         resident_slots = self._strategy.resident_slots
         if resident_slots:
-            self._resident_map = ResidentMap.empty(len(layers), first.context.num_devices, resident_slots)
+            self._resident_map = ResidentMap.empty(
+                len(layers), first.local.context.num_devices, resident_slots
+            )
             num_resident = len(layers) * resident_slots
             slots += [
                 [torch.nn.Parameter(torch.zeros_like(t)) for t in slots[0]] for _ in range(num_resident)
@@ -55,14 +59,14 @@ class ExpertMoves:
             Parameters of all experts on this device, for each layer.
         """
         layers = self._runtime.layers
-        contexts, histories = [layer.context for layer in layers], [layer.history for layer in layers]
+        contexts, histories = [layer.local.context for layer in layers], [layer.history for layer in layers]
         loads = partial(StageLoads.of, contexts, histories)
         moved = moved_before(self._strategy, iteration, loads, self._owners)
         if isinstance(moved, OwnerMap):
             self._reshard(moved)
         elif moved is not None:
             self._replicate(moved)
-        return [layer.experts.all_parameters for layer in layers]
+        return [layer.local.experts.all_parameters for layer in layers]
 
     def _reshard(self, new: OwnerMap) -> None:
         layers = self._runtime.layers

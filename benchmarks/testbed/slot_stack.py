@@ -57,7 +57,7 @@ class SlotStack(LayerStack):
         self._num_done = 0
 
     def _owned(self) -> Sequence[ParametersByExpert]:
-        return [layer.experts.parameters for layer in self.runtime.layers]
+        return [layer.local.experts.parameters for layer in self.runtime.layers]
 
     def _begin(self, num_micro_batches: int) -> None:
         if selecting(strategy := self.runtime.strategy):

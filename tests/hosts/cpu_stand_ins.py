@@ -141,7 +141,7 @@ def say_plans() -> None:
 
     for model in attachment.models if (attachment := current()) else ():
         if (session := model.session) is not None:
-            seen = {layer.context.layer: layer.history.num_seen for layer in session.runtime.layers}
+            seen = {layer.local.context.layer: layer.history.num_seen for layer in session.runtime.layers}
             # A save has brought experts home, and the next iteration would move them back.
             owners = session.slots.saved_owners or session.slots.owners
             say(0, iterations=model.num_done, seen=seen, moved=not owners.is_even)

@@ -67,7 +67,7 @@ def _experts(model: list[Any]) -> Iterator[tuple[tuple[str, int], tuple[Any, ...
             own = expert_parameters(layer.experts, layer.num_local_experts)
             experts = dict(zip(layer.local_expert_indices, own, strict=True))
             if hasattr(layer, "slot_layer"):
-                experts = layer.slot_layer.experts.parameters
+                experts = layer.slot_layer.local.experts.parameters
             yield from (((number, expert), parameters) for expert, parameters in experts.items())
 
 

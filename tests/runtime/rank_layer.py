@@ -119,7 +119,7 @@ class RankLayer:
         self.slots.lifecycle.own(owner_E, self.parameters, self._layout())
 
     def keep(self, strategy: DrawnPlacements, number: int) -> None:
-        context = self.slots.context
+        context = self.slots.local.context
         placement = strategy.drawn(context, number).placement
         own = {e: p for e, p in self.parameters.items() if context.owner_E[e] == self.groups.device}
         replicas = {e: self.make(e) for e in placement.experts_on(self.groups.device) if e not in own}

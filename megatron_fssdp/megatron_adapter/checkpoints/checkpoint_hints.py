@@ -119,7 +119,7 @@ class LoadHint:
         return dist.get_process_group_ranks(layers[0].groups.expert_parallel) if layers else []
 
     def _histories(self) -> list[tuple[int, LoadHistory]]:
-        return [(layer.context.layer, layer.history) for layer in self.runtime.layers]
+        return [(layer.local.context.layer, layer.history) for layer in self.runtime.layers]
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -133,12 +133,12 @@ class ExpertSlots:
         """The current owner map; at first, it is Megatron's even distribution."""
         if self._owners is not None:
             return self._owners
-        context = self.layers[0].context
+        context = self.layers[0].local.context
         return OwnerMap.even(len(self.layers), context.num_experts, context.num_devices)
 
     def layer_numbers(self) -> tuple[int, ...]:
         """Megatron's numbers of the stage's MoE layers, without those of multi-token prediction."""
-        return tuple(layer.context.layer for layer in self.layers)
+        return tuple(layer.local.context.layer for layer in self.layers)
 
     @property
     def parameters(self) -> list[ExpertParameters]:

@@ -78,7 +78,7 @@ class IterationDriver:
         if strategy.resident_slots and parallel_state.get_expert_model_parallel_world_size() > 1:
             slots = strategy.resident_slots
             self._residents = ResidentExperts(session.slots, slots, model.chunks, optimizer, copies)
-        if not layers or layers[0].context.num_devices == 1:
+        if not layers or layers[0].local.context.num_devices == 1:
             return
         if strategy.moves_owners:
             owned, devices = session.slots.parameters, layers[0].groups.expert_parallel
@@ -109,7 +109,7 @@ class IterationDriver:
             self.runtime.drop_plans()
         self.selection = None
         layers, strategy = session.slots.layers, session.strategy
-        if layers and layers[0].context.num_devices > 1 and selecting(strategy):
+        if layers and layers[0].local.context.num_devices > 1 and selecting(strategy):
             # Layers of multi-token prediction keep their strategy.
             self.selection = select_strategies(strategy, self._groups_of_owners, layers, iteration)
         if self.selection is not None:
@@ -212,7 +212,7 @@ class IterationDriver:
 
     def _tell_exchange(self) -> None:
         layers = (one for one in self.runtime.layers if one.passes.plan and one.passes.plan.deduplicated)
-        numbers = {layer.context.layer for layer in layers} - self._told_exchange
+        numbers = {layer.local.context.layer for layer in layers} - self._told_exchange
         self._told_exchange |= numbers
         if numbers and reports_for_stage():
             logger.info(
@@ -230,7 +230,7 @@ class IterationDriver:
 
     def _profile(self, num_micro_batches: int) -> None:
         layers = self.runtime.layers
-        layout = layers[0].experts.layout()
+        layout = layers[0].local.experts.layout()
         copies, optimizer = parallel_state.get_expert_data_parallel_group(), expert_optimizer(self._host)
         is_fused = keeps_flex(MegatronSettings.of(*self._host.sources), self._session.strategy)
         profile_layers(
@@ -244,7 +244,7 @@ class IterationDriver:
             choices=TokenChoices(self._host.moe_router_topk, is_fused=is_fused),
             deduplicated=self._session.strategy.travel.exchange == "deduplicated",
         )
-        context, strategy = layers[0].context, self._session.strategy
+        context, strategy = layers[0].local.context, self._session.strategy
         if reports_for_stage() and context.profile is not None:
             cluster = context.profile.cluster
             intra, inter, alone = (
@@ -261,7 +261,7 @@ class IterationDriver:
 
     def _moved(self, iteration: int) -> ReshardReport | None:
         strategy, slots = self._session.strategy, self._session.slots
-        if not slots.layers or slots.layers[0].context.num_devices == 1:
+        if not slots.layers or slots.layers[0].local.context.num_devices == 1:
             return None
         moved = moved_before(strategy, iteration, self._loads_of_copies, slots.owners)
         if isinstance(moved, OwnerMap):
@@ -282,16 +282,16 @@ class IterationDriver:
         # Expert-parallel groups with copies of the same experts must decide alike. All their loads count, and
         # they plan with the topology of the first one.
         copies, layers = parallel_state.get_expert_data_parallel_group(), self._session.slots.layers
-        device = layers[0].experts.device
+        device = layers[0].local.experts.device
         total = torch.from_numpy(np.stack([layer.history.total_DE() for layer in layers])).to(device)
         dist.all_reduce(total, group=copies)
-        nodes = torch.tensor(layers[0].context.topology.node_of_device, device=device)
+        nodes = torch.tensor(layers[0].local.context.topology.node_of_device, device=device)
         dist.broadcast(nodes, src=dist.get_global_rank(copies, 0), group=copies)
         topology = Topology(tuple(nodes.tolist()))
         # A group that ran no micro-batches in an iteration knows fewer of them.
         num_known = torch.tensor(len(layers[0].history), device=device)
         dist.all_reduce(num_known, group=copies)
-        contexts = [replace(layer.context, topology=topology) for layer in layers]
+        contexts = [replace(layer.local.context, topology=topology) for layer in layers]
         return StageLoads(contexts, total.cpu().numpy(), max(int(num_known), 1))
 
 

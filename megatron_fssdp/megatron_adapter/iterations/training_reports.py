@@ -42,8 +42,8 @@ def report_installation(model: HostModel) -> None:
         )
     place = "the MoE layers of other pipeline stages; this stage has no MoE layer"
     if layers:
-        context = layers[0].context
-        numbers = ", ".join(str(layer.context.layer) for layer in layers)
+        context = layers[0].local.context
+        numbers = ", ".join(str(layer.local.context.layer) for layer in layers)
         place = (
             f"{len(layers)} MoE layers of this pipeline stage (layers {numbers}), {context.num_experts} "
             f"experts on {context.num_devices} devices in {context.topology.num_nodes} node(s)"
@@ -77,10 +77,10 @@ def account_memory(session: StrategySession, host: HostSettings, held: HeldRepli
     """Return the bytes of this rank's experts under the strategy's limits; there must be a layer."""
     layers = session.runtime.layers
     first = layers[0]
-    layout, context = first.experts.layout(), first.context
+    layout, context = first.local.experts.layout(), first.local.context
     per_layer = context.num_experts // context.num_devices
     # After a re-shard, this rank may own no expert of a layer, but it owns experts of some layer.
-    parameter = next(ps[0] for layer in layers for ps in layer.experts.parameters.values())
+    parameter = next(ps[0] for layer in layers for ps in layer.local.experts.parameters.values())
     main_grad = getattr(parameter, "main_grad", None)
     return expert_memory(
         held=held,
@@ -110,7 +110,7 @@ def held_replicas(
     )
     # Transformer Engine quantizes weights for each direction, and mxfp8 has a scale for every 32 elements.
     is_quantized = bool(host.fp8 or host.fp4)
-    layouts = (layer.experts.layout() for layer in session.runtime.layers)
+    layouts = (layer.local.experts.layout() for layer in session.runtime.layers)
     return HeldReplicas(
         session.strategy.replica_life,
         stage,
@@ -174,11 +174,13 @@ class BalanceReport:
         """Note an iteration with the last plan of each layer; log a line if Megatron logs the iteration."""
         self._iteration = iteration
         self._last = [
-            (layer.context, plan, load, layer.history.counts_DE(0))
+            (layer.local.context, plan, load, layer.history.counts_DE(0))
             for layer, plan, load in zip(layers, plans, loads, strict=True)
-            if plan is not None and not layer.history.is_empty and layer.context.num_devices > 1
+            if plan is not None and not layer.history.is_empty and layer.local.context.num_devices > 1
         ]
-        self._lacks_loads = any(layer.history.is_empty and layer.context.num_devices > 1 for layer in layers)
+        self._lacks_loads = any(
+            layer.history.is_empty and layer.local.context.num_devices > 1 for layer in layers
+        )
         if self._num_noted == 1:  # the first iteration also allocates; pages of runs leave it out, too
             self._num_measured, self._seconds_3 = 0, np.zeros(3)
         self._num_noted += 1

@@ -127,7 +127,7 @@ class StrategyMoELayer(MoELayer):
         try:
             return super().forward(*args, **kwargs)
         except Exception as error:
-            error.add_note(f"in the forward pass of MoE layer {self.slot_layer.context.layer}")
+            error.add_note(f"in the forward pass of MoE layer {self.slot_layer.local.context.layer}")
             raise
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:

@@ -87,7 +87,7 @@ class SlotDispatchers:
         if kind is KnownSplitsDispatcher:
             made.splits = one.splits
         elif kind is ParmDispatcher:
-            number = self._layer.slot_layer.context.layer
+            number = self._layer.slot_layer.local.context.layer
             made.owners_only = not self._session.strategy.may_replicate(number)
         return made
 

@@ -34,8 +34,8 @@ def profile_layers(
     how many layers, and how long, replicas exist at the same time. The other arguments are fields of
     :class:`LayerProfile`.
     """
-    first, device = layers[0], layers[0].experts.device
-    layout = first.experts.layout()
+    first, device = layers[0], layers[0].local.experts.device
+    layout = first.local.experts.layout()
     flops_per_token = 2.0 * sum(shape.numel() for shape in layout.shapes if len(shape) == 2)
     watches = [watch for layer in layers if (watch := layer.local.stopwatch) is not None]
     rows, experts_s = sum(w.num_rows for w in watches), sum(w.experts_s() for w in watches)
@@ -43,7 +43,7 @@ def profile_layers(
     where = first.groups
     measured = measure_links(where.expert_parallel, where.topology, device, layout.num_bytes)
     links = (measured.near, measured.far_of_node, measured.far_of_device)
-    context = first.context
+    context = first.local.context
     shares_s = seconds_of_shares(context.num_experts, context.topology, device)
     numbers = torch.tensor(
         [

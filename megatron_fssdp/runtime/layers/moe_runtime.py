@@ -114,8 +114,8 @@ class MoERuntime:
         self.clock.is_open = self.clock.driven = self.clock.trains = True
         self.clock.num_micro_batches, self.clock.iteration = num_micro_batches, iteration
         if self.measure and self.layers:
-            self.timer.start(is_cuda=self.layers[0].experts.device.type == "cuda")
-        if self.layers and self.layers[0].context.num_devices > 1:
+            self.timer.start(is_cuda=self.layers[0].local.experts.device.type == "cuda")
+        if self.layers and self.layers[0].local.context.num_devices > 1:
             self.layers[0].passes.plan_iteration()
 
     def expect(self, num_micro_batches: int) -> None:
@@ -216,7 +216,7 @@ class _SharedCounts:
                 plans.update(layer.passes.shared.digest)
                 lengths.update(b"%d of %d," % (length, layer.passes.shared.num_slots))
         digests = torch.frombuffer(bytearray(plans.digest() + lengths.digest()), dtype=torch.int32)
-        begin = sent_to(digests, layers[0].experts.device)
+        begin = sent_to(digests, layers[0].local.experts.device)
         self._own = torch.cat([begin, *(own for own in numbers if own is not None)])
         self._size = num_shared.setdefault(self._group, begin.numel())
         sent = torch.nn.functional.pad(self._own, (0, self._size - self._own.numel()))  # or the first of them

@@ -25,44 +25,29 @@ from typing import Any
 from torch import Tensor
 
 from megatron_fssdp.runtime.clocks.pass_timer import Part
-from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
-from megatron_fssdp.strategies.layer_plan import LayerContext
 
 
 class SlotLayer:
-    """The passes of a layer on this rank. All ranks of its groups call its methods in the same order.
-
-    ``before`` is the MoE layer before it on this rank; it then has this one as ``following``.
-    """
+    """The passes of a layer on this rank. All ranks of its groups call its methods in the same order."""
 
     def __init__(self, lifecycle: LayerLifecycle, before: "SlotLayer | None" = None) -> None:
         self.lifecycle, self.local = lifecycle, lifecycle.local
         self.passes, self.gradients, self.counts = lifecycle.passes, lifecycle.gradients, lifecycle.counts
         self.groups, self.clock, self.history = self.local.groups, self.local.clock, self.local.history
-        self.before, self.following = before, None
+        self.before, self.following = before, None  # MoE layers of this rank
         if before is not None:
             before.following = self
         self.is_counted = False  # the running forward pass
 
-    @property
-    def context(self) -> LayerContext:
-        """What the strategy may know of the layer."""
-        return self.local.context
-
-    @property
-    def experts(self) -> LocalExperts:
-        """The experts with Parameters on this rank."""
-        return self.local.experts
-
     def mark(self, tensor: Tensor, forward: Part | None, backward: Part | None) -> None:
         """Mark a border between two parts of a pass, if they are measured (:meth:`PassTimer.border`)."""
-        if self.local.stopwatch is not None:
-            self.local.stopwatch.reach(forward, tensor)
-        if self.local.timer.is_running and self.clock.trains:
-            load = self.local.load
-            self.local.timer.border((load.forward, load.backward), tensor, forward, backward)
+        local = self.local
+        if local.stopwatch is not None:
+            local.stopwatch.reach(forward, tensor)
+        if local.timer.is_running and self.clock.trains:
+            local.timer.border((local.load.forward, local.load.backward), tensor, forward, backward)
 
     def launch(self, hidden: Tensor) -> None:
         """Plan the iteration if it is not yet; ``hidden`` is any tensor of the pass."""
@@ -70,8 +55,7 @@ class SlotLayer:
             return
         if self.passes.shared is None or self.groups.transfers is not None:
             self.passes.gather_ahead()
-        if self.local.stopwatch is not None:
-            # The span begins when the transfer is posted: what the host did until here hides nothing.
+        if self.local.stopwatch is not None:  # What the host did until here hides nothing.
             self.local.stopwatch.layer_begins(hidden.device)
 
     def prepare(self, routing_map: Tensor | None) -> None:

@@ -19,9 +19,9 @@ def select_strategies(
     All ranks of all groups must call it, with at least one layer of the pipeline stage, and select the same
     strategies: first the expert-parallel group, then those of ranks that share experts or owners.
     """
-    device = layers[0].experts.device
+    device = layers[0].local.experts.device
     num_known = torch.tensor(layers[0].history.num_seen, device=device)
-    if layers[0].context.profile is None or not strategy.selects_at(iteration, sys.maxsize):
+    if layers[0].local.context.profile is None or not strategy.selects_at(iteration, sys.maxsize):
         return None
     for group in groups:  # A group that ran no micro-batches in an iteration knows fewer of them.
         dist.all_reduce(num_known, op=dist.ReduceOp.MIN, group=group)
@@ -31,7 +31,7 @@ def select_strategies(
     group = groups[0]
     own = slice(group.rank(), None, group.size())
     prices = strategy.price(
-        [layer.context for layer in layers[own]], [layer.history for layer in layers[own]]
+        [layer.local.context for layer in layers[own]], [layer.history for layer in layers[own]]
     )
     seconds_LC = np.zeros((len(layers), prices.shape[1]))
     seconds_LC[own] = prices
@@ -40,4 +40,4 @@ def select_strategies(
         # Ranks with copies of the experts have other loads. The largest seconds count, because the other
         # ranks wait for the slowest.
         dist.all_reduce(agreed_LC, op=dist.ReduceOp.MAX, group=group)
-    return strategy.select([layer.context.layer for layer in layers], agreed_LC.cpu().numpy())
+    return strategy.select([layer.local.context.layer for layer in layers], agreed_LC.cpu().numpy())

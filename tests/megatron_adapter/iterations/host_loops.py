@@ -157,7 +157,7 @@ class Host:
         found = {}
         for index, layer in enumerate(self._layers()):
             if (slots := getattr(layer, "slot_layer", None)) is not None:
-                experts = slots.experts.parameters
+                experts = slots.local.experts.parameters
             else:
                 each = (list(one.parameters()) for one in layer.experts.local_experts)
                 experts = dict(zip(layer.local_expert_indices, each, strict=True))

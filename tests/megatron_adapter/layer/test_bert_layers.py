@@ -48,7 +48,8 @@ def test_bert_models_have_experts_in_the_requested_layers():
         assert {type(layer).__name__ for layer in model.encoder.layers} == {"TransformerLayer"}
     # A strategy's layers have the numbers of Megatron's.
     ours = model_of(stock)
-    assert [layer.slot_layer.context.layer for layer in join(ours, session_of("ep", {}))] == [1, 2, 3, 4]
+    joined = join(ours, session_of("ep", {}))
+    assert [layer.slot_layer.local.context.layer for layer in joined] == [1, 2, 3, 4]
     assert kinds_of(ours) == ["StrategyMoELayer"] * 4
     _check_attention(every)
 

@@ -76,5 +76,5 @@ def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder():
 
     model = torch.nn.ModuleList([make_layer(), Later(1), Later(2)])
     layers = join(model, session_of("fssdp", SETTINGS))
-    assert [layer.slot_layer.context.layer for layer in layers] == [2, LAYERS + 2, LAYERS + 4]
+    assert [layer.slot_layer.local.context.layer for layer in layers] == [2, LAYERS + 2, LAYERS + 4]
     assert [layer._index for layer in layers] == [0, None, None]

@@ -46,7 +46,7 @@ def spoil_experts(value):
 
     def begin_iteration(begin, self, *args):
         begin(self, *args)
-        for parameters in self.layers[1].experts.parameters.values() if is_time() else ():
+        for parameters in self.layers[1].local.experts.parameters.values() if is_time() else ():
             parameters[0].data.view(-1)[0] = value
 
     wrap(MoERuntime, "begin_iteration", begin_iteration)

@@ -50,8 +50,9 @@ def share_by_turns(rank: int, world_size: int) -> None:
     alone = Shared(CASE)
     for _ in range(2):
         run.strategy.asked.clear()
-        run.layers[4].move(run.layers[4].slots.context.owner_E[::-1].copy())
-        wanted = [alone.before_gate(one.slots.context, one.slots.history).digest() for one in run.layers]
+        run.layers[4].move(run.layers[4].slots.local.context.owner_E[::-1].copy())
+        slots = [one.slots for one in run.layers]
+        wanted = [alone.before_gate(one.local.context, one.history).digest() for one in slots]
         assert iterate(run) == wanted
         assert run.strategy.asked == list(range(1 + rank, 6, world_size))
     # An evaluation shares as well, and the next iteration has its plans.
@@ -75,7 +76,7 @@ def share_by_turns(rank: int, world_size: int) -> None:
             slots.prepare_capture(training=True)
             with pytest.raises(RuntimeError, match="at least one warm-up"):
                 slots.prepare_capture(training=False)
-        assert run.layers[1].slots.passes.plan == run.layers[1].slots.context.owners_only
+        assert run.layers[1].slots.passes.plan == run.layers[1].slots.local.context.owners_only
     run.strategy.fails_at = 2
     with pytest.raises(ValueError, match="no plan for this layer"):
         iterate(run)

@@ -46,7 +46,7 @@ def profile(
         num_micro_batches=NUM_MICRO_BATCHES,
         held=held,
     )
-    return [(layer.context.profile, layer.local.stopwatch is None) for layer in layers]
+    return [(layer.local.context.profile, layer.local.stopwatch is None) for layer in layers]
 
 
 def held(life: ReplicaLife) -> HeldReplicas:

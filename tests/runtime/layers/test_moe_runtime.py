@@ -177,7 +177,7 @@ def drop(rank: int, world_size: int) -> list[int]:
         awaited.append(0)
         with mock.patch.object(PendingTransfer, "wait", counting):
             if how == "own":
-                run.layers[1].move(run.layers[1].slots.context.owner_E)
+                run.layers[1].move(run.layers[1].slots.local.context.owner_E)
             elif how == "reset_gradients":
                 run.runtime.reset_gradients()
             else:
@@ -192,12 +192,12 @@ def test_transfers_of_a_dropped_iteration_are_awaited() -> None:
 
 
 def parameters_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
-    layer = CaseRun(CASE).layers[0].slots
-    parameters = layer.experts.parameters
+    local = CaseRun(CASE).layers[0].slots.local
+    parameters = local.experts.parameters
     uneven = {**parameters, next(iter(parameters)): [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
     for experts, num_layouts in (({}, 0), (uneven, 2)):
         with pytest.raises(ValueError, match=f"layer 7: got {num_layouts} expert layouts .*layout argument"):
-            LocalLayer(layer.context, layer.groups, LocalExperts("layer 7", experts), layer.local.strategy)
+            LocalLayer(local.context, local.groups, LocalExperts("layer 7", experts), local.strategy)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def run_unequally(rank: int, world_size: int, num_before: int) -> str:
     run.forward(run.draw())[0].sum().backward()
     slots = run.layers[1].slots
     if rank == 1:
-        no_tokens = torch.zeros((0, slots.context.num_experts), dtype=torch.bool)
+        no_tokens = torch.zeros((0, slots.local.context.num_experts), dtype=torch.bool)
         slots.counts.open(slots.passes.shared, no_tokens)
     run.runtime.finish_gradients()
     run.runtime.end_passes()
