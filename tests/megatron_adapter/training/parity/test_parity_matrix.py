@@ -30,8 +30,8 @@ LAYOUTS = layouts(
         planner=hecate FSSDP_PROFILE_ITERATIONS=1
     copies_overlaps_eval_rematerialized | 4 2 | {OVERLAPS} {SHARED} {NO_BIAS} {EVALUATES} --clip-grad 0 |
         slots=2 overlap_degree=2 rematerialize=true overlap=false
-    ep8_bf16_distributed | 8 8 | --num-experts 16 --bf16 {DISTRIBUTED} {BATCH32} {GATED} | slots=2
-        overlap_degree=4 nodes=2 FSSDP_CHECK_PLANS=1 SHARES=exact
+    ep8_bf16_distributed | 8 8 | --num-experts 16 --bf16 --grad-reduce-in-bf16 {DISTRIBUTED} {BATCH32} {GATED}
+        | slots=2 overlap_degree=4 nodes=2 FSSDP_CHECK_PLANS=1 SHARES=exact
     ep8_top1_dropping_hecate | 8 8 | {TOP1} {DROPPING} {BATCH16} {AUX_LOSS} | slots=1 overlap_degree=3 nodes=4
         planner=hecate
     ep4_of_8_overlaps_recomputed | 8 4 | {OVERLAPS} {RECOMPUTE} --global-batch-size 64 | slots=2
@@ -51,8 +51,8 @@ LAYOUTS = layouts(
         overlap_degree=2 planner=hecate nodes=2 FSSDP_CHECK_PLANS=1
     pipeline_recomputed_rematerialized | 4 2 | {PP2} --num-layers 4 {RECOMPUTE} {BATCH16} {GATED}
         {DISTRIBUTED} | slots=3 overlap_degree=2 rematerialize=true planner=hecate FSSDP_PROFILE_ITERATIONS=1
-    interleaved_pipeline_bf16_expert_bias | 4 2 | {INTERLEAVED} {OVERLAPS} {EXPERT_BIAS} --bf16
-        --grad-reduce-in-bf16 {BATCH16} | slots=2 overlap_degree=2 planner=hecate FSSDP_PROFILE_ITERATIONS=1
+    interleaved_pipeline_expert_bias | 4 2 | {INTERLEAVED} {OVERLAPS} {EXPERT_BIAS} {BATCH16}
+        | slots=2 overlap_degree=2 planner=hecate FSSDP_PROFILE_ITERATIONS=1
     pipeline_dense_first_stage | 4 2 | {PP2} --moe-layer-freq ([0]+[1]) {OVERLAPS} | slots=2 overlap_degree=2
         nodes=2
     recomputed_aux_loss_shared_expert | 4 4 | {RECOMPUTE} {AUX_LOSS} {SHARED} {NO_BIAS}
@@ -74,7 +74,7 @@ LAYOUTS = layouts(
         FSSDP_PROFILE_ITERATIONS=2 rematerialize=true planner=hecate | moves=0
     fp16_loss_scaling | 2 2 | --fp16 --initial-loss-scale 1024 {DISTRIBUTED} | slots=2 overlap_degree=2
     groups_of_experts_sgd | 2 2 | {EXPERT_BIAS} --moe-router-num-groups 4 --moe-router-group-topk 2
-        --optimizer sgd {NO_BIAS} --moe-z-loss-coeff 1e-3 | slots=2 overlap_degree=2 rematerialize=true
+        --optimizer sgd --lr 0.1 {NO_BIAS} --moe-z-loss-coeff 1e-3 | slots=2 overlap_degree=2 rematerialize=true
     one_expert_a_device_30_iterations | 4 4 | --num-experts 4 --swiglu {OVERLAPS} {NO_BIAS} | slots=1
         overlap_degree=1 FSSDP_CHECK_PLANS=1 | num_iterations=30 reshard_interval=3
     half_of_layers_recomputed_dropout | 2 2 | --num-layers 4 --recompute-granularity full --recompute-method
