@@ -74,7 +74,8 @@ LAYOUTS = layouts(
         FSSDP_PROFILE_ITERATIONS=2 rematerialize=true planner=hecate | moves=0
     fp16_loss_scaling | 2 2 | --fp16 --initial-loss-scale 1024 {DISTRIBUTED} | slots=2 overlap_degree=2
     groups_of_experts_sgd | 2 2 | {EXPERT_BIAS} --moe-router-num-groups 4 --moe-router-group-topk 2
-        --optimizer sgd --lr 0.1 {NO_BIAS} --moe-z-loss-coeff 1e-3 | slots=2 overlap_degree=2 rematerialize=true
+        --optimizer sgd --lr 0.1 {NO_BIAS} --moe-z-loss-coeff 1e-3
+        | slots=2 overlap_degree=2 rematerialize=true
     one_expert_a_device_30_iterations | 4 4 | --num-experts 4 --swiglu {OVERLAPS} {NO_BIAS} | slots=1
         overlap_degree=1 FSSDP_CHECK_PLANS=1 | num_iterations=30 reshard_interval=3
     half_of_layers_recomputed_dropout | 2 2 | --num-layers 4 --recompute-granularity full --recompute-method
