@@ -9,7 +9,7 @@ from megatron_fssdp.config.strategy.strategy_registry import shipped
 from megatron_fssdp.config.strategy.strategy_settings import NO_SLOTS, SlotKeys
 
 PlanSource = Literal["past", "first", "each"]
-"""From which counts ``fssdp`` plans replicas (``plan_source.py``)."""
+"""From which counts ``fssdp`` plans replicas (``exact_plans.py``)."""
 
 
 NO_REPLICAS = {**NO_SLOTS, "overlap_degree": (0,)}
