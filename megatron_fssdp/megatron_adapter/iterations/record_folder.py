@@ -1,7 +1,6 @@
 """Describes a run in the folder of its records, so that no run replaces those of another one."""
 
 import logging
-import os
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_fssdp.config.run.run_config import HOMES, SECTIONS, RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.files import run_lock
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel, HostSettings
+from megatron_fssdp.megatron_adapter.support.node_detection import ranks_of_node
 from megatron_fssdp.records.metrics import METRICS_FILE
 from megatron_fssdp.records.run_settings import SETTINGS_FILE, write_recorded_settings
 
@@ -31,8 +31,7 @@ def describe_run(asked: Path, model: HostModel) -> Path:
     )
     settings = model.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
     strategy = {"name": model.name, "settings": settings}
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    where = ranks_per_node, not torch.cuda.is_available()
+    where = ranks_of_node(dist.get_world_size()), not torch.cuda.is_available()
     run: RunConfig | None = None
     try:
         run = described_config(model.host, "bert" if is_bert else "gpt", *where, strategy)

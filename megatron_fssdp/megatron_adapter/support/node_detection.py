@@ -9,6 +9,14 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.planning.placement.topology import Topology
 
+# Each of verl's workers under Ray sets LOCAL_WORLD_SIZE to 1, LOCAL_RANK to 0, and this to the true number.
+_RAY_SIZE = "RAY_LOCAL_WORLD_SIZE"
+
+
+def ranks_of_node(unknown: int) -> int:
+    """Return the number of ranks on this node, as the launcher says; ``unknown`` if it does not."""
+    return int(os.environ.get(_RAY_SIZE) or os.environ.get("LOCAL_WORLD_SIZE", unknown))
+
 
 def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Topology:
     """Return the nodes of a process group's ranks.
@@ -23,7 +31,7 @@ def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Top
         per_node = dist.get_world_size() // declared_nodes
         return Topology.from_labels([rank // per_node for rank in ranks])
     own, local_world_size = socket.gethostname(), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if local_world_size:
+    if local_world_size and _RAY_SIZE not in os.environ:
         rank = dist.get_rank()
         # The ranks of a node are consecutive, so its first rank names it.
         own = f"node of rank {rank - int(os.environ.get('LOCAL_RANK', rank % local_world_size))}"
