@@ -15,7 +15,7 @@ _RAY_SIZE = "RAY_LOCAL_WORLD_SIZE"
 
 def ranks_of_node(unknown: int) -> int:
     """Return the number of ranks on this node, as the launcher says; ``unknown`` if it does not."""
-    return int(os.environ.get(_RAY_SIZE) or os.environ.get("LOCAL_WORLD_SIZE", unknown))
+    return int(os.environ.get(_RAY_SIZE) or os.environ.get("LOCAL_WORLD_SIZE") or unknown)
 
 
 def detect_topology(group: dist.ProcessGroup, declared_nodes: int | None) -> Topology:
