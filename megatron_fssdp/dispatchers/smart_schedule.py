@@ -41,10 +41,12 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import sort_chunks_by_idxs
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_fssdp.collectives.messages import start_exchange, wait_for
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.planning.placement.topology import GroupRing
 
 Experts = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, None]]
@@ -254,6 +256,12 @@ class _StepwiseExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # A step runs its experts' whole backward pass, so Parameters would get gradients without request.
+        if not Variable._execution_engine.is_checkpoint_valid():
+            raise ConfigurationError(
+                "smart_schedule: got torch.autograd.grad() or backward(inputs=...), wanted backward() alone, "
+                "because each step computes all gradients of its experts; unset smart_schedule"
+            )
         one_pass, kept, needs = ctx.one_pass, ctx.kept, ctx.needs_input_grad[2:]
         # The caller may keep the graph for longer than the weights may live, so it must not hold them.
         ctx.one_pass = ctx.kept = None

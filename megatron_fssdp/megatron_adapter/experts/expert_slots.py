@@ -152,6 +152,10 @@ class ExpertSlots:
         """
         return [parameter._version for slot in self.parameters for parameter in slot]
 
+    def trained(self) -> set[tuple[bool, ...]]:
+        """Which Parameters of an expert are trained, not frozen; several if this rank's slots differ."""
+        return {tuple(parameter.requires_grad for parameter in slot) for slot in self.parameters}
+
     def move_to(self, owners: OwnerMap) -> ReshardReport | None:
         """Move the experts to these owners, and return what moved; ``None`` if nothing has. Collective.
 

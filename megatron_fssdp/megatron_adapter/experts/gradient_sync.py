@@ -30,6 +30,7 @@ import torch
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
@@ -57,10 +58,15 @@ def take_over(
     Those that DDP reduces together with the dense ones (expert parallelism of size 1) have no replicas and
     are ignored. ``finish_gradients`` completes the gradients of all layers. It is called before DDP reduces
     them, on all ranks in the same order, and more than once in an iteration. The layer calls
-    :func:`start_waiting` when its gradients are home.
+    :func:`start_waiting` when its gradients are home. Tied Parameters are a ConfigurationError.
     """
     for parameter in parameters:
         if not getattr(parameter, "allreduce", True):
+            if hasattr(parameter, _SLOT):
+                raise ConfigurationError(
+                    "experts: got a Parameter that two of them share (tied weights), wanted one for each, "
+                    "because experts move and get replicas one by one; untie them, or use --moe-strategy none"
+                )
             found = weakref.ref(layer)
             setattr(parameter, _SLOT, _Slot(found, found, weakref.WeakMethod(finish_gradients)))
             _install()

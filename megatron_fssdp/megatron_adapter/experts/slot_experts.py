@@ -124,10 +124,12 @@ class SlotExperts:
         if getattr(self._body, "_fused_ops", None) is not None:
             self._body._fused_ops = None  # They have the weights of before; the module builds them anew.
 
-    def check_unchanged(self) -> None:
-        """Refuse, by a ConfigurationError, a module that was changed inside since the layer was built."""
+    def check_unchanged(self, module: Any) -> None:
+        """Refuse, by a ConfigurationError, a layer's module that was changed or replaced since then."""
         found = None
-        if hasattr(self.parameters[0][0], "__fsdp_param__"):
+        if module is not self.module:
+            found = f"a {type(module).__name__} in the place of the expert module"
+        elif hasattr(self.parameters[0][0], "__fsdp_param__"):
             found = "Megatron-FSDP in the place of Megatron's DDP"
         elif _structure_of(self.module) != self._structure:
             found = "linear layers that were wrapped or replaced (LoRA adapters, quantizers)"

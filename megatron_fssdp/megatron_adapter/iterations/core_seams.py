@@ -69,6 +69,11 @@ def install() -> None:
         wrap(kind, "get_grad_norm", _when_home)
     for name in ("sharded_param_state_dp_reshardable", "sharded_param_state_dp_zero"):
         wrap(DistributedOptimizer, name, _by_position)
+    wrap(DistributedOptimizer, "load_state_dict", _load_states)
+    for kind in (optimizers.FP32Optimizer, optimizers.Float16OptimizerWithFloat16Params):
+        wrap(kind, "state_dict", _by_position)
+        wrap(kind, "load_state_dict", _load_states)
+        wrap(kind, "load_state_dict", _by_position)
 
 
 def _wrap_model(
@@ -144,14 +149,17 @@ def _when_home(read: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _step(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    ending = [model for model in models_of(self) if model.begin_step()]
+    ending = [model for model in models_of(self) if model.begin_step(self)]
     try:
         results = step(self, *args, **kwargs)
     finally:
         for model in ending:
             model.is_stepping = False
-    for model in ending:
-        model.end_step(*results)
+    for model in models_of(self):
+        if model in ending:
+            model.end_step(*results)
+        else:
+            model.note_more_steps()
     return results
 
 
@@ -164,8 +172,15 @@ def _by_position(state: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     # The model's sharded_state_dict brings experts home if its metadata name the same format.
     for model in models_of(self):
         if model.session is not None:
-            refuse_moved(model.session.slots, "optimizer states by their positions in buckets")
+            refuse_moved(model.session.slots, "optimizer states by their positions")
     return state(self, *args, **kwargs)
+
+
+def _load_states(load: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    load(self, *args, **kwargs)
+    for model in models_of(self):
+        if model.driver is not None:
+            model.driver.forget_weights()
 
 
 def _route(route: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:

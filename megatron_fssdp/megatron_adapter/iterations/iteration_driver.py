@@ -21,6 +21,7 @@ from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertResharding, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
+from megatron_fssdp.megatron_adapter.experts.slot_quantities import members_of
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel
 from megatron_fssdp.megatron_adapter.iterations.training_reports import (
     BalanceReport,
@@ -128,18 +129,19 @@ class IterationDriver:
         self.runtime.begin_iteration(num_micro_batches, iteration + 1)
 
     def check_weights(self) -> None:
-        """Refuse weights that somebody has written where experts are elsewhere, or have resident replicas."""
-        if self._versions == self._session.slots.versions():
-            return
-        written = "got weights of experts that were written outside of the optimizer, perhaps a reference's"
-        if self._residents is not None and self._residents.holds_any:
+        """Refuse weights that somebody wrote or froze where experts are elsewhere, or have residents."""
+        slots = self._session.slots
+        are_written, trained = self._versions != slots.versions(), slots.trained()
+        changed = "got weights of experts that were written, loaded or frozen outside of the optimizer"
+        has_residents = self._residents is not None and self._residents.holds_any
+        if has_residents and (are_written or not all(map(all, trained))):
             raise ConfigurationError(
-                f"resident replicas: {written}, wanted weights that only the optimizer changes; use another "
+                f"resident replicas: {changed}, wanted weights that only the optimizer changes; use another "
                 "--moe-strategy"
             )
-        if not self._session.slots.owners.is_even:
+        if not slots.owners.is_even and (are_written or len(trained) > 1):
             raise ConfigurationError(
-                f"re-sharding: {written}, while Parameters hold other experts than their names say, wanted "
+                f"re-sharding: {changed}, while Parameters hold other experts than their names say, wanted "
                 "this with experts at home; call megatron_fssdp.restore_owners(model) before, or "
                 f"{KEEP_OWNERS}"
             )
@@ -147,6 +149,10 @@ class IterationDriver:
     def note_weights(self) -> None:
         """Take the weights of experts as known: experts have moved, or the optimizer has stepped."""
         self._versions = self._session.slots.versions()
+
+    def forget_weights(self) -> None:
+        """Take the weights of experts as written: the loop has loaded states of its optimizer."""
+        self._versions = []
 
     def renew_replicas(self) -> None:
         """Let this iteration's replicas follow weights that were written between two calls of a schedule.
@@ -172,12 +178,24 @@ class IterationDriver:
             if one is not None and one.transfers is not None and not one.plan.rematerialize:
                 yield one.transfers
 
-    def begin_step(self) -> None:
-        """Bring all gradients home, and start to share counts, before the optimizer's step."""
+    def begin_step(self, optimizer: Any) -> None:
+        """Bring all gradients home, and start to share counts, before the step of an optimizer."""
+        has_states = self._residents is not None or self._session.slots.resharding is not None
+        if has_states and not {*members_of(optimizer)} <= {*members_of(self._optimizer)}:
+            raise ConfigurationError(
+                "re-sharding or resident replicas: got a step of an optimizer that was built after the first "
+                "iteration, wanted those of before, whose states follow the experts; build it before, "
+                f"{KEEP_OWNERS}, or use another --moe-strategy"
+            )
         self.runtime.finish_gradients()
         self.runtime.end_passes()
         if self._residents is not None:
             self._residents.begin_step()
+
+    def note_more_steps(self) -> None:
+        """Take weights as known that an optimizer has written after the iteration; residents missed it."""
+        if self._residents is None:
+            self.note_weights()
 
     def end_step(self, has_stepped: bool, grad_norm: Any) -> None:
         """Let resident replicas follow the model's step."""

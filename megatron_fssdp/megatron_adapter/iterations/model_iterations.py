@@ -210,8 +210,8 @@ class ModelIterations(HostModel):
         found = [one.main_grad.any() for slot in slots for one in slot if hasattr(one, "main_grad")]
         return bool(found) and bool(torch.stack(found).any())
 
-    def begin_step(self) -> bool:
-        """Bring gradients home before the optimizer's step; return whether it ends an iteration."""
+    def begin_step(self, optimizer: Any) -> bool:
+        """Bring gradients home before an optimizer's step; return whether it ends an iteration."""
         if self._is_zero and self._is_known:
             self.join()
         # A second optimizer of the model steps, or the model is frozen.
@@ -229,11 +229,16 @@ class ModelIterations(HostModel):
                 "backward passes in training mode, and after zero_grad_buffer(); use another --moe-strategy"
             )
         if self.driver is not None:
-            self.driver.begin_step()
+            self.driver.begin_step(optimizer)
         if self._stock is not None:
             self._stock.share()
         self.is_stepping = True
         return True
+
+    def note_more_steps(self) -> None:
+        """Note that an optimizer has stepped, which may be after the end of the iteration."""
+        if self.driver is not None and not self._is_open:
+            self.driver.note_more_steps()
 
     def end_step(self, has_stepped: bool, grad_norm: Any, *_: Any) -> None:
         """End the iteration after the optimizer's step, with its results."""

@@ -115,7 +115,7 @@ class StrategyMoELayer(MoELayer):
     def _bind(self, slot_pass: SlotPass) -> None:
         iteration = self._session.runtime.clock.iteration
         if iteration is None or iteration != self._checked_in:
-            self._slot_experts.check_unchanged()
+            self._slot_experts.check_unchanged(self.experts)
             self._dispatchers.check_unchanged()
             self._checked_in = iteration
         keeps_weights = slot_pass.is_shared and not slot_pass.plan.rematerialize

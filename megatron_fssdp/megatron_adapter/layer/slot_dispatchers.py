@@ -53,7 +53,14 @@ class SlotDispatchers:
             layer.attn_tp_group = SimpleNamespace(size=lambda: 1)
 
     def check_unchanged(self) -> None:
-        """Refuse, by a ConfigurationError, methods of one token dispatcher alone."""
+        """Refuse, by a ConfigurationError, another token dispatcher, or methods of one alone."""
+        kinds = {id(self._built): self._stock} | {id(one): kind for (kind, _), one in self._made.items()}
+        if type(present := self._layer.token_dispatcher) is not kinds.get(id(present)):
+            raise ConfigurationError(
+                f"MoE layer: got a {type(present).__name__} that became its token dispatcher after DDP had "
+                "wrapped the model, wanted it before, because each number of slots has one of its class; set "
+                "it before, or use --moe-strategy none"
+            )
         for dispatcher in (self._built, *self._made.values()):
             if isinstance(dispatcher, ParmDispatcher):  # Its methods are those of the selected schedule.
                 continue

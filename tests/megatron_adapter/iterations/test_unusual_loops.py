@@ -1,6 +1,9 @@
 """Loops that are correct in stock Megatron and unusual, and those that get one line of error instead."""
 
+from copy import copy
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -112,6 +115,17 @@ def in_parts(host, iteration):
     assert host.optimizer.step_with_ready_grads()
 
 
+def one_by_one(host, iteration):
+    """The optimizers of dense Parameters and experts step one after the other."""
+    host.reset()
+    loss = host.passes()
+    optimizer, host.optimizer = host.optimizer, SimpleNamespace(step=lambda: (True, 0.0, None))
+    host.step(loss)
+    host.optimizer = optimizer
+    for member in optimizer.chained_optimizers:
+        host.found.norms.append(float(member.step()[1]))
+
+
 def in_eval_mode(host, iteration):
     """In every other iteration, the model is in eval mode when a schedule trains it."""
     host.model.train(iteration % 2 == 0)
@@ -134,6 +148,16 @@ def write(host, weights):
         parameter.copy_(values)
 
 
+def experts_of_first(host):
+    return next(host._layers()).experts
+
+
+def new_optimizer(host):
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    return get_megatron_optimizer(host.optimizer.config, [host.model], use_gloo_process_groups=True)
+
+
 def halve(host):
     for parameter in host.model.parameters():
         parameter.main_grad.mul_(0.5)
@@ -147,6 +171,7 @@ LOOPS: dict[Loop, list[Strategy]] = {
     reading: [MOVING, FLEXMOE],
     own_finalize: [MOVING],
     in_parts: [MOVING],
+    one_by_one: [MOVING],
     halving: [MOVING, FLEXMOE],
     crossed: [MOVING, QUOTA],
     # Weights are written while Parameters have the experts that their names mean.
@@ -189,6 +214,15 @@ REFUSED = {
     "reference of residents": "resident replicas: got weights of experts that were written",
     "reference while away": "re-sharding: got weights of experts that were written",
     "weights in an iteration": "written in the middle of an iteration",
+    "frozen while away": "or frozen outside of the optimizer, while",
+    "frozen where residents are": "or frozen outside of the optimizer, wanted weights that only",
+    "states while away": "optimizer states by their positions",
+    "states of residents": "loaded or frozen outside of the optimizer",
+    "new optimizer": "optimizer that was built after the first iteration",
+    "other dispatcher": "got a MoEAlltoAllTokenDispatcher that became its token dispatcher after DDP",
+    "other experts": "got a Sequential in the place of the expert module",
+    "tied experts": "tied weights",
+    "gradients of few Parameters": "wanted backward() alone",
     "parts of a step": "step_with_ready_grads()",
     "other optimizer": "got the optimizer OtherAdam, wanted AdamW",
     "adapter": "LoRA",
@@ -209,9 +243,9 @@ def refusals(rank, world_size):
         except ConfigurationError as error:
             said[case] = str(error)
 
-    def host_of(strategy, num_iterations):
+    def host_of(strategy, num_iterations, **options):
         megatron_fssdp.attach(*strategy)
-        host = Host()
+        host = Host(**options)
         host.model.train()
         for iteration in range(num_iterations):
             swift(host, iteration)
@@ -258,6 +292,35 @@ def refusals(rank, world_size):
     for member in getattr(host.optimizer, "chained_optimizers", [host.optimizer]):
         member.optimizer.__class__ = other
     note("other optimizer", host.passes)
+    whole = {"use_distributed_optimizer": False}
+    host = host_of(("flexmoe", {"placement_interval": 1, "window": 1}), 4, **whole)
+    experts_of_first(host).requires_grad_(False)
+    note("frozen where residents are", swift, host, 4)
+    experts_of_first(host).requires_grad_(True)
+    host.optimizer.load_state_dict(host.optimizer.state_dict())
+    note("states of residents", swift, host, 4)
+    host = host_of(MOVING, 4, **whole)
+    note("states while away", host.optimizer.state_dict)
+    experts_of_first(host).requires_grad_(False)
+    note("frozen while away", swift, host, 4)
+    experts_of_first(host).requires_grad_(True)
+    host.optimizer = new_optimizer(host)
+    note("new optimizer", swift, host, 4)
+    host, other = host_of(QUOTA, 1), host_of(QUOTA, 1)
+    layer = next(host._layers())
+    layer.experts = torch.nn.Sequential(layer.experts)
+    note("other experts", host.passes)
+    layer = next(other._layers())
+    layer.token_dispatcher = copy(layer._dispatchers._built)
+    note("other dispatcher", other.passes)
+    host = host_of(("fastermoe", {"smart_schedule": True}), 1)
+    router = next(host._layers()).router.weight
+    note("gradients of few Parameters", torch.autograd.grad, host.forward(), [router])
+    tied = host_loops.build(host_loops.config())
+    first, second = (layer.mlp.experts.local_experts[0] for layer in tied.decoder.layers)
+    second.linear_fc1.weight = first.linear_fc1.weight
+    with patch.object(host_loops, "build", lambda config: tied):
+        note("tied experts", Host)
     wrapped = host_loops.build(host_loops.config())
     for layer in wrapped.decoder.layers:
         for expert in layer.mlp.experts.local_experts:
