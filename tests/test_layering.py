@@ -18,7 +18,7 @@ ROOT = Path(megatron_fssdp.__file__).parent
 
 # What the packages of this project may import from each other (their own files aside), and
 # from elsewhere. The standard library is allowed everywhere except where FORBIDDEN says no.
-LAYERS: dict[str, tuple[set[str], set[str]]] = {
+LAYERS = {
     # Megatron's argument parser, which knows the keys of a run's YAML, is imported only when it is asked.
     "config": (set(), {"pydantic", "pydantic_core", "yaml", "megatron"}),
     "files": ({"config"}, {"pydantic"}),
@@ -71,7 +71,7 @@ LAYERS: dict[str, tuple[set[str], set[str]]] = {
 
 # The sub-rooms of a room, and which of its other sub-rooms each may import. "" stands for the files that lie
 # directly in the room.
-SUB_ROOMS: dict[str, dict[str, set[str]]] = {
+SUB_ROOMS = {
     "planning": {
         "": {"placement", "transfer", "dispatch", "cost"},
         "placement": {""},

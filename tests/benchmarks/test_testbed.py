@@ -88,7 +88,7 @@ def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_pat
 
     def counts(name, *options):
         given = parser().parse_args(["--out", "unused", "--replay-from=1", *options])
-        found: np.ndarray = counts_of(given, name, size, 4, 2)
+        found = counts_of(given, name, size, 4, 2)
         assert np.all(found.sum(axis=(2, 4)) == 64 * 2)
         return found
 

@@ -59,7 +59,7 @@ PROFILE = ("profile", "--nproc", 2, "--out", "new.yaml", "--model", "run.yaml")
 BUILD = ("data", "build", "text.txt", "--out", "new", "--tokenizer", "bytes")
 
 # The files that each command reads. Valid files are tested elsewhere.
-READERS: list[tuple[tuple[object, ...], str]] = [
+READERS = [
     (train("--out", "new"), "run.yaml"),
     (train("--out", "new"), "data/manifest.json"),
     (RESUME, "done/config.yaml"),

@@ -1,7 +1,6 @@
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives import link_probes
 from megatron_fssdp.collectives.link_probes import measure_collective, measure_links
-from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit
+from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost
 from megatron_fssdp.planning.cost.link_seconds import moves_traffic
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.testing import run_ranks
@@ -29,7 +28,7 @@ class Machine:
     nic_bytes_per_s: float = 1e8
     node_bytes_per_s: float = 8e8
 
-    def seconds(self, bytes_DD: np.ndarray) -> float:
+    def seconds(self, bytes_DD):
         """Seconds of messages that travel at the same time, until the busiest link has carried its bytes."""
         node_D = np.array(self.nodes)
         is_far_DD = node_D[:, None] != node_D
@@ -40,7 +39,7 @@ class Machine:
             limits.append(np.bincount(node_D, far_DD.sum(axis)).max() / self.node_bytes_per_s)
         return 1e-3 + max(limits)
 
-    def probe_s(self, group: object, edges: Any, device: object, sizes: Sequence[int]) -> list[float]:
+    def probe_s(self, group, edges, device, sizes):
         """In place of ``_fastest_exchanges_s``."""
         ones_DD = np.zeros((len(self.nodes),) * 2)
         np.add.at(ones_DD, tuple(np.transpose(edges)), 1.0)
@@ -51,9 +50,7 @@ class Machine:
 @pytest.mark.parametrize(
     "nodes", [(0,) * 8 + (1,) * 8, (0, 1, 0, 1), (0, 0, 1, 2, 2, 2), (0, 0, 0, 1), (0, 1, 2)], ids=str
 )
-def test_prices_of_exchanges_and_transfers_are_right_within_5_percent(
-    nodes: tuple[int, ...], node_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prices_of_exchanges_and_transfers_are_right_within_5_percent(nodes, node_bytes_per_s, monkeypatch):
     """Every device has a NIC, and one, two or eight of them fill the network of their node."""
     machine, topology = Machine(nodes, node_bytes_per_s=node_bytes_per_s), Topology(nodes)
     monkeypatch.setattr(link_probes, "_fastest_exchanges_s", machine.probe_s)
@@ -85,15 +82,13 @@ CLASSES = [
 ]
 
 
-def measure_given_times(rank: int, world_size: int) -> list[tuple[list[LinkCost], int]]:
+def measure_given_times(rank, world_size):
     """Messages of rank r take r + 1 ms and r + 1 ns a byte, and ten times as long between nodes."""
     found = []
     for nodes, *_ in CLASSES:
-        probes: list[list[tuple[int, int]]] = []
+        probes = []
 
-        def given_s(
-            group: Any, edges: Any, num_bytes: int, device: object, nodes=nodes, probes=probes
-        ) -> float:
+        def given_s(group, edges, num_bytes, device, nodes=nodes, probes=probes):
             if edges not in probes:
                 probes.append(edges)
             crosses = any(nodes[source] != nodes[target] for source, target in edges)
@@ -105,7 +100,7 @@ def measure_given_times(rank: int, world_size: int) -> list[tuple[list[LinkCost]
     return found
 
 
-def test_a_class_of_links_has_the_costs_of_its_slowest_link() -> None:
+def test_a_class_of_links_has_the_costs_of_its_slowest_link():
     by_case = zip(*run_ranks(measure_given_times, 4), strict=True)
     for (nodes, slowest, num_probes), results in zip(CLASSES, by_case, strict=True):
         assert tuple(number for _, number in results) == num_probes
@@ -116,13 +111,13 @@ def test_a_class_of_links_has_the_costs_of_its_slowest_link() -> None:
             assert [link.alpha_s for link in links] == pytest.approx(alphas)
 
 
-def measure_disturbed(rank: int, world_size: int) -> list[LinkCost]:
+def measure_disturbed(rank, world_size):
     """In the first rounds, another process delays rank 0's small messages by a second."""
     costs = []
     for rounds in (0, 7, 8):
-        counted: Counter[int] = Counter()
+        counted = Counter()
 
-        def given_s(group: Any, edges: Any, num_bytes: int, device: Any, counted=counted, rounds=rounds):
+        def given_s(group, edges, num_bytes, device, counted=counted, rounds=rounds):
             counted[num_bytes] += 1
             is_disturbed = rank == 0 and counted[num_bytes] <= rounds * link_probes._REPETITIONS
             return 1e-3 + 1e-9 * num_bytes + (is_disturbed and num_bytes < 1 << 22)
@@ -133,7 +128,7 @@ def measure_disturbed(rank: int, world_size: int) -> list[LinkCost]:
     return costs
 
 
-def test_rounds_in_which_larger_messages_were_faster_are_repeated_and_bytes_are_never_free() -> None:
+def test_rounds_in_which_larger_messages_were_faster_are_repeated_and_bytes_are_never_free():
     for *repeated, given_up in run_ranks(measure_disturbed, 3):
         for cost in repeated:
             assert (cost.alpha_s, cost.beta_s_per_byte) == pytest.approx((1e-3, 1e-9))
@@ -145,13 +140,13 @@ def test_rounds_in_which_larger_messages_were_faster_are_repeated_and_bytes_are_
 LARGE = [(1 << 28, 1e-10, True), (1 << 28, 1e-9, False), (99, 1e-10, False)]
 
 
-def measure_large(rank: int, world_size: int) -> list[tuple[LinkCost, list[int]]]:
+def measure_large(rank, world_size):
     """Messages above 4 MiB take half of the time for a byte."""
     found = []
     for most_bytes, beta_s, _ in LARGE:
-        sizes: list[int] = []
+        sizes = []
 
-        def given_s(group: Any, edges: Any, num_bytes: int, device: Any, sizes=sizes, beta_s=beta_s) -> float:
+        def given_s(group, edges, num_bytes, device, sizes=sizes, beta_s=beta_s):
             sizes.append(num_bytes)
             return 1e-4 + beta_s * num_bytes / (1 if num_bytes <= 1 << 22 else 2)
 
@@ -160,19 +155,19 @@ def measure_large(rank: int, world_size: int) -> list[tuple[LinkCost, list[int]]
     return found
 
 
-def test_messages_of_a_whole_expert_are_measured_where_they_are_fast() -> None:
+def test_messages_of_a_whole_expert_are_measured_where_they_are_fast():
     for of_rank in run_ranks(measure_large, 2):
         for (most_bytes, beta_s, is_measured), (cost, sizes) in zip(LARGE, of_rank, strict=True):
             assert (most_bytes in sizes) == is_measured
             assert (cost.time_s(1 << 28) < 0.75 * (1e-4 + beta_s * (1 << 28))) == is_measured
 
 
-def measure(rank: int, world_size: int, nodes: tuple[int, ...]) -> list[LinkCost]:
+def measure(rank, world_size, nodes):
     links = measure_links(dist.group.WORLD, Topology(nodes), CPU)
     return [links.near, links.far_of_node, links.far_of_device]
 
 
-def test_real_links_cost_something_and_one_device_has_none() -> None:
+def test_real_links_cost_something_and_one_device_has_none():
     first, *others = run_ranks(measure, 4, (0, 0, 1, 1))
     assert others == [first] * 3
     assert all(link.beta_s_per_byte > LEAST_BETA_S_PER_BYTE for link in first)
@@ -181,9 +176,9 @@ def test_real_links_cost_something_and_one_device_has_none() -> None:
     assert run_ranks(measure, 1, (0,)) == [[no_link] * 3]
 
 
-def measure_given_collective(rank: int, world_size: int) -> LinkFit:
+def measure_given_collective(rank, world_size):
     """Make the call but plant its time: rank r takes r + 1 ms and r + 1 ns a byte, and once far more."""
-    sent: list[int] = []
+    sent = []
     original = link_probes._prepare
 
     def prepare(num_bytes, group, device):
@@ -207,7 +202,7 @@ def measure_given_collective(rank: int, world_size: int) -> LinkFit:
     return measure_collective("all_to_all", world, world, CPU, prepare=prepare, **sizes)
 
 
-def test_the_fit_uses_the_median_of_the_slowest_rank() -> None:
+def test_the_fit_uses_the_median_of_the_slowest_rank():
     for fit in run_ranks(measure_given_collective, 3):
         assert fit.cost.alpha_s == pytest.approx(3e-3)
         assert fit.cost.beta_s_per_byte == pytest.approx(3e-9)

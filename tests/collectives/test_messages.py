@@ -6,7 +6,7 @@ from megatron_fssdp.collectives.messages import connect_pairs
 from megatron_fssdp.testing import run_ranks
 
 
-def connect(rank: int, world_size: int) -> tuple[list[int], list[str]]:
+def connect(rank, world_size):
     """Messages of the batches of two calls, and findings."""
     group = dist.new_group()
     with virtual_cuda() as device:
@@ -16,7 +16,7 @@ def connect(rank: int, world_size: int) -> tuple[list[int], list[str]]:
     return batches, [str(finding) for finding in device.findings]
 
 
-def test_every_rank_sends_to_and_receives_from_every_other_rank_once() -> None:
+def test_every_rank_sends_to_and_receives_from_every_other_rank_once():
     for batches, findings in run_ranks(connect, 3):
         assert batches == [2 * 2]
         assert findings == []

@@ -10,7 +10,7 @@ from tests.support.training_preload import run_megatron_ranks
 from ..megatron_adapter.layer.small_config import moe_config
 
 
-def test_rows_of_bf16_are_summed_in_fp32() -> None:
+def test_rows_of_bf16_are_summed_in_fp32():
     copies = _Copies(torch.zeros(257, dtype=torch.int64), 2)
     rows = torch.ones(257, 1, dtype=torch.bfloat16)
     rows[0] = 256.0
@@ -21,12 +21,12 @@ def test_rows_of_bf16_are_summed_in_fp32() -> None:
     assert token.grad.tolist() == [[512.0], [0.0]]
 
 
-def test_more_choices_than_rows_have_room_for_are_refused() -> None:
+def test_more_choices_than_rows_have_room_for_are_refused():
     for message in run_megatron_ranks(_refusal, 2, ep=2):
         assert "more slots than their rows have room for: wanted at most 2" in message
 
 
-def _refusal(rank: int, world_size: int) -> str:
+def _refusal(rank, world_size):
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     dispatcher = DeduplicatedTokenDispatcher(

@@ -19,11 +19,11 @@ SETTINGS += ("num_global_tokens_per_local_expert", "tokens_per_expert", "cuda_dt
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_rows_are_those_that_megatron_gathers(fused: bool) -> None:
+def test_the_rows_are_those_that_megatron_gathers(fused):
     run_megatron_ranks(_compare, 3, fused, ep=3)
 
 
-def _compare(rank: int, world_size: int, fused: bool) -> None:
+def _compare(rank, world_size, fused):
     import torch.distributed as dist
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 
 
-def fake_data(folder: Path, vocab_size: int = 1000, tokenizer: str = "bpe") -> Path:
+def fake_data(folder, vocab_size=1000, tokenizer="bpe"):
     folder.mkdir()
     (folder / "text.bin").write_bytes(b"12")
     files = {"text.bin": BuiltFile(2, "")}
@@ -20,5 +20,5 @@ def fake_data(folder: Path, vocab_size: int = 1000, tokenizer: str = "bpe") -> P
     return folder
 
 
-def words_of(output: str) -> list[str]:
+def words_of(output):
     return shlex.split(output.replace("\\\n", " "))

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.cost.layer_seconds import LayerPrice
 from megatron_fssdp.planning.cost.link_seconds import BusiestLinks
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
@@ -81,13 +80,7 @@ def brute_force_dispatch_DED(counts_DE, placement, topology):
     return dispatch
 
 
-def placement_price(
-    counts_DE: np.ndarray,
-    placement: ExpertPlacement,
-    topology: Topology,
-    profile: LayerProfile,
-    life: ReplicaLife = ReplicaLife.ITERATION,
-) -> LayerPrice:
+def placement_price(counts_DE, placement, topology, profile, life=ReplicaLife.ITERATION):
     """The price of a placement under even dispatch, with as many micro-batches as the profile's."""
     ways = {"rematerialize": life is ReplicaLife.LAYER_PASS, "resident": life is ReplicaLife.RESIDENT}
     ways["each_micro_batch"] = life is ReplicaLife.MICRO_BATCH
@@ -96,7 +89,7 @@ def placement_price(
     return plan_price(plan, counts_DE, context, num_micro_batches=profile.num_micro_batches)
 
 
-def pairs_traffic(traffic_DD: np.ndarray, topology: Topology) -> BusiestLinks:
+def pairs_traffic(traffic_DD, topology):
     """Units on the busiest links, from what each device sends to each, ``[D, D]``, itself not counted."""
     node_D = topology.node_of_device_D
     same_DD = node_D[:, None] == node_D[None, :]

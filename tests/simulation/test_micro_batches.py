@@ -65,8 +65,8 @@ def test_equal_micro_batches_are_as_one_for_all(seed, name, number, again):
 @pytest.mark.parametrize("name", ["fssdp", "quota"])
 def test_strategies_are_asked_as_by_the_runtime(name, monkeypatch):
     """Once with the first micro-batch and the number of all, or for each one with its own counts."""
-    asked: list[tuple[list[int], int]] = []
-    known: list[list[list[int]]] = []
+    asked = []
+    known = []
     before_gate, after_gate = replay.plan_before_gate, replay.plan_after_gate
 
     def before(strategy, context, history):

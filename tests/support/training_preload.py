@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any
 
 from megatron_fssdp import testing
 
@@ -32,14 +31,14 @@ run_megatron_ranks = partial(testing.run_megatron_ranks, preload=TRAINING_PRELOA
 Test = Callable[..., None]
 
 
-def on_ranks(world_size: int, *, plain: bool = False, **sizes: int) -> Callable[[Test], Test]:
+def on_ranks(world_size, *, plain=False, **sizes):
     """Run all of a test on ranks, with Megatron's parallel state of these sizes if they are not ``plain``."""
     start = testing.run_ranks if plain else testing.run_megatron_ranks
     imported = testing.DEFAULT_PRELOAD if plain else TRAINING_PRELOAD
 
-    def decorated(test: Test) -> Test:
+    def decorated(test):
         @wraps(test)
-        def run(**fixtures: Any) -> None:
+        def run(**fixtures):
             place, preload = (test.__module__, test.__name__), (*imported, test.__module__)
             start(_on_rank, world_size, *place, fixtures, preload=preload, **sizes)
 
@@ -48,5 +47,5 @@ def on_ranks(world_size: int, *, plain: bool = False, **sizes: int) -> Callable[
     return decorated
 
 
-def _on_rank(rank: int, world_size: int, module: str, name: str, fixtures: dict[str, Any]) -> None:
+def _on_rank(rank, world_size, module, name, fixtures):
     getattr(import_module(module), name).__wrapped__(**fixtures)

@@ -17,7 +17,7 @@ SECOND_E = [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]
         (SECOND_E, [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]),
     ],
 )
-def test_the_example_of_the_readme_of_eplb(load_E: list[int], wanted_P: list[int]) -> None:
+def test_the_example_of_the_readme_of_eplb(load_E, wanted_P):
     found_DU = eplb_slots(np.array(load_E), 8, slots=2, num_nodes=2, num_groups=4)
     assert found_DU.ravel().tolist() == wanted_P
 
@@ -30,7 +30,7 @@ def test_the_example_of_the_readme_of_eplb(load_E: list[int], wanted_P: list[int
         ([900, 11, 2, 3], 1, [0, 0, 0, 0, 0, 1, 0, 0, 3, 0, 0, 2]),  # a device has three copies
     ],
 )
-def test_what_the_public_code_printed(load_E: list[int], num_groups: int, wanted_P: list[int]) -> None:
+def test_what_the_public_code_printed(load_E, num_groups, wanted_P):
     """``rebalance_experts`` of commit d52c72d, globally and hierarchically, on 2 nodes of 2 devices."""
     found_DU = eplb_slots(np.array(load_E), 4, slots=3, num_nodes=2, num_groups=num_groups)
     assert found_DU.ravel().tolist() == wanted_P
@@ -38,9 +38,7 @@ def test_what_the_public_code_printed(load_E: list[int], num_groups: int, wanted
 
 @examples(50)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3))
-def test_every_expert_has_copies_and_groups_stay_in_a_node(
-    seed: int, num_nodes: int, num_groups: int, redundant: int
-) -> None:
+def test_every_expert_has_copies_and_groups_stay_in_a_node(seed, num_nodes, num_groups, redundant):
     load_E = np.random.default_rng(seed).integers(0, 100, 16)
     slots = {"slots": 2 + redundant, "num_nodes": num_nodes, "num_groups": num_groups}
     found_DU = eplb_slots(load_E, 8, **slots)

@@ -1,7 +1,6 @@
 import errno
 import os
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.strip().split
 
 def examine(monkeypatch, machine, *folders):
     layout = pose(monkeypatch, machine)
-    run: Any = None
+    run = None
     if layout:
         model = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8}
         training = {"train_iters": 1, "global_batch_size": 48, "device": layout.pop("device", "auto")}

@@ -2,7 +2,6 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -97,6 +96,6 @@ def test_checkpoints_keep_what_a_run_may_change(name, keys, wanted):
     from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
     strategy = build_strategy(name, STRATEGIES[name].settings(**keys))
-    session: Any = SimpleNamespace(strategy=strategy, slots=None, runtime=None)
+    session = SimpleNamespace(strategy=strategy, slots=None, runtime=None)
     found = hints_of(session)
     assert [hint.key for hint in found] == [f"megatron_fssdp_{word}" for word in wanted.split()]

@@ -1,7 +1,6 @@
 """The CPU runtime is requested or detected, and stays off in a GPU run. All trainings of the tests use it."""
 
 from argparse import Namespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -69,7 +68,7 @@ def first_weights(rank, world_size):
     """Matrices of this rank's two experts, one by one and grouped, and what the rank draws next."""
     from megatron.core import parallel_state as ps
 
-    options: Any = {"tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size()}
+    options = {"tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size()}
     options["expert_tensor_parallel_size"] = ps.get_expert_tensor_parallel_world_size()
     found = []
     for is_grouped in (False, True):

@@ -1,6 +1,5 @@
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ SETTINGS = ProfileSettings("box", least_bytes=1 << 10, most_bytes=1 << 14, num_r
 
 
 def measure(rank, world_size, num_nodes):
-    lines: list[str] = []
+    lines = []
     run = validate(RunConfig, load_yaml(TINY), str(TINY))
     return measure_cluster(replace(SETTINGS, model=run), num_nodes, CPU, world_size, lines.append), lines
 
@@ -42,7 +41,7 @@ def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path):
 
 def measure_planted(rank, world_size, num_nodes):
     """Plant costs by group: 1 ns a byte inside a node, 100 ns between nodes, 60 ns for a device alone."""
-    asked: list[Any] = []
+    asked = []
 
     def planted(name, group, everyone, device, **how):
         members = None if group is None else torch.distributed.get_process_group_ranks(group)

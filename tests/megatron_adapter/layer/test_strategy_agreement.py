@@ -103,7 +103,7 @@ def test_training_and_simulator_agree(chosen, plain, text_data, tmp_path, monkey
     strategy = build_strategy(name, resolve_strategy(name, None, keys))
     simulated = list(replay_strategy(strategy, read_loads(folder).counts_ILDE, TOPOLOGY, PROFILE))
     notes = iter(run.notes[: NUM_ITERATIONS * 2])  # of rank 0
-    found: list[tuple[bool, bool]] = []
+    found = []
     for iteration, record in enumerate(simulated):
         for layer, (_, plan, counts_DE) in enumerate(record.micro_batches[0]):
             where = f"iteration {iteration}, layer {layer}"

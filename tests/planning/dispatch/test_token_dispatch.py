@@ -21,16 +21,14 @@ WHOLE = 840
 """Multiples of this number are divided among any number of holders without remainder."""
 
 
-def sent_by_all(dispatch: TokenDispatch) -> np.ndarray:
+def sent_by_all(dispatch):
     """Tokens by source, expert and receiving device, ``[D, E, D]``."""
     return np.stack([dispatch.sent_ED(source) for source in range(len(dispatch.counts_DE))])
 
 
 @examples(150)
 @given(placements(), SEEDS)
-def test_even_dispatch_is_the_one_written_down_token_by_token(
-    case: tuple[Topology, ExpertPlacement], seed: int
-) -> None:
+def test_even_dispatch_is_the_one_written_down_token_by_token(case, seed):
     topology, placement = case
     counts_DE = WHOLE * random_counts_DE(seed, placement.num_devices, placement.num_experts)
     full = brute_force_dispatch_DED(counts_DE, placement, topology)
@@ -44,9 +42,7 @@ def test_even_dispatch_is_the_one_written_down_token_by_token(
 
 @examples(150)
 @given(placements(), SEEDS, st.sampled_from(["exact", "owner", "quotas"]))
-def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(
-    case: tuple[Topology, ExpertPlacement], seed: int, kind: str
-) -> None:
+def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(case, seed, kind):
     topology, placement = case
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     if kind == "quotas":
@@ -57,7 +53,7 @@ def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(
         tokens_ED = counts_DE.sum(axis=0)[:, None] * share_ED / share_ED.sum(axis=1, keepdims=True)
         dispatch = TokenDispatch(counts_DE, tokens_ED, topology)
     else:
-        dispatch = plan_dispatch(kind, counts_DE, placement, topology)  # type: ignore[arg-type]
+        dispatch = plan_dispatch(kind, counts_DE, placement, topology)
     sent_DED = sent_by_all(dispatch)
     assert sent_DED.min() >= -1e-9
     assert not sent_DED[:, ~placement.present_ED].any()
@@ -85,9 +81,7 @@ def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(
 
 @examples(100)
 @given(placements(), SEEDS)
-def test_exact_dispatch_is_what_the_device_computes(
-    case: tuple[Topology, ExpertPlacement], seed: int
-) -> None:
+def test_exact_dispatch_is_what_the_device_computes(case, seed):
     """The device rounds to whole tokens, and keeps even dispatch where its remainders are lucky."""
     topology, placement = case
     counts_DE = WHOLE * random_counts_DE(seed, placement.num_devices, placement.num_experts)
@@ -101,7 +95,7 @@ def test_exact_dispatch_is_what_the_device_computes(
     assert np.abs(dispatch.device_tokens_D - device_D).max() <= slack
 
 
-def test_bad_arguments_say_what_was_wanted() -> None:
+def test_bad_arguments_say_what_was_wanted():
     placement = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     with pytest.raises(ValueError, match=r"shape \(3, 2\).* wanted \(2, 2\)"):
         plan_dispatch("even", np.zeros((3, 2), int), placement, Topology.uniform(2, 1))

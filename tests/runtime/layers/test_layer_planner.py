@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 
 from ..case_run import CaseRun
 from ..drawn_placements import DrawnPlacements
@@ -23,18 +21,18 @@ class Shared(DrawnPlacements):
 
     shares_plans = True
 
-    def __init__(self, case: LayerCase) -> None:
+    def __init__(self, case):
         super().__init__(case)
         self.shares_plans, self.asked, self.fails_at = True, [], 0
 
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before_gate(self, context, history):
         self.asked.append(context.layer)
         if context.layer == self.fails_at:
             raise ValueError("no plan for this layer")
         return super().before_gate(context, history)
 
 
-def iterate(run: CaseRun) -> list[bytes]:
+def iterate(run):
     run.runtime.begin_iteration(1)
     run.forward(run.draw())[0].sum().backward()
     digests = [layer.slots.passes.shared.digest for layer in run.layers]
@@ -42,7 +40,7 @@ def iterate(run: CaseRun) -> list[bytes]:
     return digests
 
 
-def share_by_turns(rank: int, world_size: int) -> None:
+def share_by_turns(rank, world_size):
     with mock.patch("tests.runtime.case_run.strategy_of", Shared):
         run = CaseRun(CASE, check_plans=False)
     iterate(run)
@@ -82,16 +80,16 @@ def share_by_turns(rank: int, world_size: int) -> None:
         iterate(run)
 
 
-def test_a_layer_is_planned_by_one_rank_for_all() -> None:
+def test_a_layer_is_planned_by_one_rank_for_all():
     run_layer_ranks(share_by_turns, 2)
 
 
-def send_lengths(rank: int, world_size: int) -> None:
+def send_lengths(rank, world_size):
     plans = LayerPlanner(dist.group.WORLD)
     for lengths in ((3, 5), (4, 70_000), (4096, 131_073), (0, 2)):
         own = bytes([rank]) * lengths[rank]
         assert plans._gather(own, torch.device("cpu")) == [bytes([r]) * n for r, n in enumerate(lengths)]
 
 
-def test_messages_may_have_any_length() -> None:
+def test_messages_may_have_any_length():
     run_layer_ranks(send_lengths, 2)

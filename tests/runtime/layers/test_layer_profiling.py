@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.memory import HeldReplicas
 from megatron_fssdp.planning.replica_life import PipelineStage, ReplicaLife
@@ -25,13 +24,11 @@ FREE_BYTES = (7_000, 3_334)
 NUM_MICRO_BATCHES = 4
 
 
-def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
+def watch(before_s, experts_s, num_rows):
     return LayerStopwatch(num_rows, [(0.0, before_s)], [(1.0, 1.0 + experts_s)])
 
 
-def profile(
-    rank: int, world_size: int, num_rows: tuple[int, ...], held: HeldReplicas
-) -> list[tuple[LayerProfile | None, bool]]:
+def profile(rank, world_size, num_rows, held):
     layer_profiling.measure_links = lambda *_: LinkSet(*(LinkCost(*link) for link in LINKS[rank]))
     run = CaseRun(LayerCase("profiled", num_layers=2, num_nodes=1, dtype=torch.float32))
     layers = run.runtime.layers
@@ -49,7 +46,7 @@ def profile(
     return [(layer.local.context.profile, layer.local.stopwatch is None) for layer in layers]
 
 
-def held(life: ReplicaLife) -> HeldReplicas:
+def held(life):
     """On the first of three stages."""
     return HeldReplicas(life, PipelineStage((2,), num_stages=3), EXPERT_ELEMENTS, 4, NUM_MICRO_BATCHES)
 
@@ -62,19 +59,17 @@ SLOTS = {
 }
 
 
-def profiles(
-    rank: int, world_size: int, rows: list[tuple[int, ...]], lives: list[ReplicaLife]
-) -> list[list[tuple[LayerProfile | None, bool]]]:
+def profiles(rank, world_size, rows, lives):
     return [profile(rank, world_size, of, held(life)) for of in rows for life in lives]
 
 
-def test_all_ranks_and_layers_get_the_same_profile() -> None:
+def test_all_ranks_and_layers_get_the_same_profile():
     by_life = zip(*run_layer_ranks(profiles, 2, [ROWS], list(SLOTS)), strict=True)
     for life, of_ranks in zip(SLOTS, by_life, strict=True):
         check_profile(life, [entry for rank in of_ranks for entry in rank])
 
 
-def check_profile(life: ReplicaLife, found: list[tuple[LayerProfile | None, bool]]) -> None:
+def check_profile(life, found):
     assert len(found) == 4
     assert all(is_over for _, is_over in found)
     one = found[0][0]
@@ -95,7 +90,7 @@ def check_profile(life: ReplicaLife, found: list[tuple[LayerProfile | None, bool
     assert one.memory_capacity == SLOTS[life]
 
 
-def test_ranks_without_rows_do_not_count_in_the_throughput() -> None:
+def test_ranks_without_rows_do_not_count_in_the_throughput():
     found, _ = run_layer_ranks(profiles, 2, [(0, 400), (0, 0)], [ReplicaLife.ITERATION])
     one, none = (layers[0][0].cluster.expert_flops_per_s for layers in found)
     assert one == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)

@@ -1,6 +1,5 @@
 """Iterations of a runtime: plans, histories, counts that arrive, disagreements, dropped transfers."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -9,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 
 from ..case_run import CaseRun
 from ..drawn_placements import DrawnPlacements
@@ -23,7 +21,7 @@ from ..rank_layer import run_layer_ranks
 CASE = LayerCase("runtime", num_nodes=1)
 
 
-def a_plan_lasts_an_iteration(rank: int, world_size: int) -> None:
+def a_plan_lasts_an_iteration(rank, world_size):
     run = CaseRun(CASE)
     slots, runtime, plans, measured = run.layers[0].slots, run.runtime, [], []
     slots.local.stopwatch = watch = LayerStopwatch()
@@ -49,11 +47,11 @@ def a_plan_lasts_an_iteration(rank: int, world_size: int) -> None:
     assert slots.history.num_seen == 3, "counts that were not shared belong to no history"
 
 
-def only_a_training_pass_corrects_a_plan(rank: int, world_size: int) -> None:
+def only_a_training_pass_corrects_a_plan(rank, world_size):
     run = CaseRun(replace(CASE, corrects=True))
     slots, runtime = run.layers[0].slots, run.runtime
 
-    def evaluate() -> None:
+    def evaluate():
         with runtime.evaluation(), torch.no_grad():
             run.forward(run.draw())
 
@@ -73,7 +71,7 @@ def only_a_training_pass_corrects_a_plan(rank: int, world_size: int) -> None:
     runtime.end_iteration()
 
 
-def a_trace_names_what_a_layer_does(rank: int, world_size: int) -> None:
+def a_trace_names_what_a_layer_does(rank, world_size):
     run = CaseRun(CASE)
     run.runtime.begin_iteration(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
@@ -84,16 +82,16 @@ def a_trace_names_what_a_layer_does(rank: int, world_size: int) -> None:
 
 
 class OwnersOnly(DrawnPlacements):
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before_gate(self, context, history):
         return LayerPlan.owners_only(context)
 
 
 class NeverReplicates(OwnersOnly):
-    def may_replicate(self, layer: int) -> bool:
+    def may_replicate(self, layer):
         return False
 
 
-def are_late(rank: int, world_size: int) -> list[bool]:
+def are_late(rank, world_size):
     late = []
     for strategy in (OwnersOnly, NeverReplicates):
         with mock.patch("tests.runtime.case_run.strategy_of", strategy):
@@ -106,7 +104,7 @@ def are_late(rank: int, world_size: int) -> list[bool]:
     return late
 
 
-def test_gradients_are_late_wherever_another_copy_may_have_replicas() -> None:
+def test_gradients_are_late_wherever_another_copy_may_have_replicas():
     """Else ranks with copies of the same experts start their data-parallel reductions in different orders."""
     assert run_layer_ranks(are_late, 2) == [[True, False]] * 2
 
@@ -114,13 +112,13 @@ def test_gradients_are_late_wherever_another_copy_may_have_replicas() -> None:
 class RankDependent(DrawnPlacements):
     """A broken strategy: the plan of layer 2 depends on the rank, but the placement does not."""
 
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before_gate(self, context, history):
         plan = LayerPlan.owners_only(context)
         differs = context.layer == 2 and dist.get_rank() == 2
         return replace(plan, dispatch_policy="owner" if differs else "even")
 
 
-def disagree(rank: int, world_size: int) -> str:
+def disagree(rank, world_size):
     with mock.patch("tests.runtime.case_run.strategy_of", RankDependent):
         run = CaseRun(replace(CASE, num_nodes=2), check_plans=False)
     run.runtime.begin_iteration(1, 7)
@@ -133,14 +131,14 @@ def disagree(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
-def test_plans_that_differ_are_reported_on_all_ranks() -> None:
+def test_plans_that_differ_are_reported_on_all_ranks():
     """At the end of an iteration, without FSSDP_CHECK_PLANS."""
     for message in run_layer_ranks(disagree, 4):
         assert "plans of iteration 7: got other plans on ranks [2] of 4" in message
         assert "FSSDP_CHECK_PLANS=1" in message
 
 
-def counts_of_all_layers_arrive_with_the_end_of_the_iteration(rank: int, world_size: int) -> None:
+def counts_of_all_layers_arrive_with_the_end_of_the_iteration(rank, world_size):
     run = CaseRun(replace(CASE, num_layers=3), check_plans=False)
     run.runtime.begin_iteration(1)
     batch = run.draw()
@@ -160,11 +158,11 @@ def counts_of_all_layers_arrive_with_the_end_of_the_iteration(rank: int, world_s
     assert not any(load.counts_DE.any() for load in run.runtime.end_iteration())
 
 
-def drop(rank: int, world_size: int) -> list[int]:
+def drop(rank, world_size):
     """Waits of each way to drop an iteration while the second layer's weights are on their way."""
     awaited, original = [0], PendingTransfer.wait
 
-    def counting(transfer: PendingTransfer) -> object:
+    def counting(transfer):
         awaited[-1] += 1
         return original(transfer)
 
@@ -186,12 +184,12 @@ def drop(rank: int, world_size: int) -> list[int]:
     return awaited[1:]
 
 
-def test_transfers_of_a_dropped_iteration_are_awaited() -> None:
+def test_transfers_of_a_dropped_iteration_are_awaited():
     # The second layer's weights travel in two parts. The first layer's have arrived.
     assert run_layer_ranks(drop, 2) == [[2, 2, 2]] * 2
 
 
-def parameters_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
+def parameters_that_do_not_fit_are_refused(rank, world_size):
     local = CaseRun(CASE).layers[0].slots.local
     parameters = local.experts.parameters
     uneven = {**parameters, next(iter(parameters)): [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
@@ -210,5 +208,5 @@ def parameters_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
         parameters_that_do_not_fit_are_refused,
     ],
 )
-def test_on_two_ranks(check: Callable[[int, int], None]) -> None:
+def test_on_two_ranks(check):
     run_layer_ranks(check, 2)

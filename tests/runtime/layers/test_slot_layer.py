@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.testing import RankError
 
-from ..case_run import CaseResult, CaseRun, compare_with_reference
+from ..case_run import CaseRun, compare_with_reference
 from ..layer_case import LayerCase
 from ..rank_layer import run_layer_ranks
 
@@ -128,7 +127,7 @@ NAMES_ON_TWO = """
 """
 
 
-def cases_of(world_size: int, is_slow: bool) -> list[LayerCase]:
+def cases_of(world_size, is_slow):
     """Without ``-m slow``, most options are in two lives of replicas."""
     if world_size == 1 or (world_size == 2 and is_slow):
         return [] if is_slow else ALONE
@@ -137,7 +136,7 @@ def cases_of(world_size: int, is_slow: bool) -> list[LayerCase]:
 
 
 @functools.cache
-def outcome(world_size: int, is_slow: bool) -> list[dict[str, CaseResult]] | RankError:
+def outcome(world_size, is_slow):
     """Results of all cases from one start of the ranks; an error is kept as well."""
     cases = cases_of(world_size, is_slow)
     try:
@@ -157,11 +156,11 @@ def outcome(world_size: int, is_slow: bool) -> list[dict[str, CaseResult]] | Ran
         for case in cases_of(size, is_slow)
     ],
 )
-def test_layers_equal_the_reference(world_size: int, is_slow: bool, case: LayerCase) -> None:
+def test_layers_equal_the_reference(world_size, is_slow, case):
     results = outcome(world_size, is_slow)
     if isinstance(results, RankError):
         raise results
-    quantities: set[str] = set()
+    quantities = set()
     for rank, result in enumerate(of_case[case.name] for of_case in results):
         quantities |= set(result.errors)
         worst = max(result.errors.values(), default=0)
@@ -177,7 +176,7 @@ def test_layers_equal_the_reference(world_size: int, is_slow: bool, case: LayerC
         assert quantities >= {"output", "parameter 1 gradient", *(f"{name} gradient" for name in case.inputs)}
 
 
-def delayed_dispatch(rank: int, world_size: int) -> tuple[float, ...]:
+def delayed_dispatch(rank, world_size):
     """A gather from 8 to 11.5 s and a reduction beside a dispatch from 10 to 14 s."""
     layer = CaseRun(LayerCase("delayed", num_nodes=1)).layers[0].slots
     forward = layer.local.load.forward
@@ -188,11 +187,11 @@ def delayed_dispatch(rank: int, world_size: int) -> tuple[float, ...]:
     return load.spag_exposed_s, load.sprs_exposed_s, load.forward.dispatch_s, load.forward.experts_s
 
 
-def test_a_gather_that_delays_the_dispatch_is_exposed() -> None:
+def test_a_gather_that_delays_the_dispatch_is_exposed():
     assert run_layer_ranks(delayed_dispatch, 1) == [(1.5, 0.0, 2.5, 1.0)]
 
 
-def test_a_recomputed_pass_has_as_many_slots_as_the_first_one() -> None:
+def test_a_recomputed_pass_has_as_many_slots_as_the_first_one():
     """Here another micro-batch adds slots in the meantime."""
     case = LayerCase(
         "MICRO_BATCH-non-reentrant", ReplicaLife.MICRO_BATCH, schedule="FFBB", recompute="non_reentrant"
@@ -201,20 +200,20 @@ def test_a_recomputed_pass_has_as_many_slots_as_the_first_one() -> None:
         assert max(result[case.name].errors.values()) <= TOLERANCE[case.dtype]
 
 
-def pass_outside_after_owners_only(rank: int, world_size: int) -> float:
+def pass_outside_after_owners_only(rank, world_size):
     """The second of three plans has no replicas, and the first pass outside of iterations comes after it."""
     case = LayerCase("between", placement="everywhere", schedule="FBO", num_layers=1, num_iterations=3)
     run = CaseRun(case)
     drawn, evaluate, history = run.strategy.before_gate, run._evaluate, run.layers[0].slots.history
 
-    def before_gate(context: LayerContext, loads: LoadHistory) -> LayerPlan:
+    def before_gate(context, loads):
         plan = replace(drawn(context, loads), dispatch_policy="even")
         return LayerPlan.owners_only(context) if loads.num_seen == 1 else plan
 
-    run.strategy.before_gate = before_gate  # type: ignore[method-assign]
-    run._evaluate = lambda letter: evaluate(letter) if history.num_seen > 1 else None  # type: ignore[method-assign]
+    run.strategy.before_gate = before_gate
+    run._evaluate = lambda letter: evaluate(letter) if history.num_seen > 1 else None
     return max(run.run().errors.values())
 
 
-def test_a_pass_outside_of_iterations_does_not_follow_later_plans() -> None:
+def test_a_pass_outside_of_iterations_does_not_follow_later_plans():
     assert max(run_layer_ranks(pass_outside_after_owners_only, 4)) <= TOLERANCE[torch.float64]

@@ -4,7 +4,6 @@ A few cases of ``test_slot_layer.py`` run by default. ``pytest -m slow`` runs ev
 """
 
 import functools
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -12,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from devtools.virtual_cuda import FindingKind, VirtualDevice, virtual_cuda
+from devtools.virtual_cuda import FindingKind, virtual_cuda
 from devtools.virtual_cuda.programs.known_findings import explained
 from megatron_fssdp.collectives.transfer_lanes import StreamTransfer
 from megatron_fssdp.planning.transfer.message_size import PipelinedMessages
@@ -21,7 +20,6 @@ from megatron_fssdp.testing import RankError, run_ranks
 from tests.support.training_preload import VIRTUAL_PRELOAD
 
 from ..case_run import CaseRun
-from ..layer_case import LayerCase
 from ..rank_layer import rank_groups
 from .test_slot_layer import FOUR
 
@@ -65,11 +63,11 @@ class Found:
     num_later: int
 
 
-def run_cases(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[str, Found]:
+def run_cases(rank, world_size, cases):
     """Run cases on the virtual device. With one queue, experts travel in several small messages."""
     later, issue, found = [0], StreamTransfer.issue, {}
 
-    def counting(transfer: StreamTransfer, **how: bool) -> None:
+    def counting(transfer, **how):
         later[0] += not how and transfer.has_batches and transfer.timer.begin is not None
         issue(transfer, **how)
 
@@ -88,7 +86,7 @@ def run_cases(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[st
 
 
 @contextmanager
-def virtual_rank(case: LayerCase) -> Iterator[VirtualDevice]:
+def virtual_rank(case):
     """A virtual CUDA device for a case; groups exist before it, and Megatron's stream belongs to it."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
@@ -98,7 +96,7 @@ def virtual_rank(case: LayerCase) -> Iterator[VirtualDevice]:
         yield device
 
 
-def unknown_findings(device: VirtualDevice) -> list[str]:
+def unknown_findings(device):
     """Findings of a device but for the known ones in Megatron's own code.
 
     On a rank without rows, autograd itself makes the gradient of the probabilities. It makes it on the CPU,
@@ -114,7 +112,7 @@ def unknown_findings(device: VirtualDevice) -> list[str]:
 
 
 @functools.cache
-def outcomes(cases: tuple[LayerCase, ...]) -> list[dict[str, Found]] | RankError:
+def outcomes(cases):
     """Results of all cases from one start of the ranks; an error is kept as well."""
     try:
         return run_ranks(
@@ -128,7 +126,7 @@ def outcomes(cases: tuple[LayerCase, ...]) -> list[dict[str, Found]] | RankError
         return error
 
 
-def check(case: LayerCase, cases: tuple[LayerCase, ...]) -> None:
+def check(case, cases):
     results = outcomes(cases)
     if isinstance(results, RankError):
         raise results
@@ -141,12 +139,12 @@ def check(case: LayerCase, cases: tuple[LayerCase, ...]) -> None:
 
 
 @pytest.mark.parametrize("case", DEFAULT + ON_TWO, ids=lambda case: case.name)
-def test_layers_equal_the_reference_without_a_finding(case: LayerCase) -> None:
+def test_layers_equal_the_reference_without_a_finding(case):
     check(case, DEFAULT if case in DEFAULT else ON_TWO)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("case", CASES + QUEUED, ids=lambda case: case.name)
-def test_every_kind_of_plan_equals_the_reference_without_a_finding(case: LayerCase) -> None:
+def test_every_kind_of_plan_equals_the_reference_without_a_finding(case):
     check(case, QUEUED if case.one_queue else CASES)

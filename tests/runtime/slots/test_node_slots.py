@@ -1,8 +1,6 @@
 """Layers whose weights are put into slots of the node equal the reference, and share these slots."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,10 +28,10 @@ CASES = [
 
 
 @contextmanager
-def counted_puts() -> Iterator[list[int]]:
+def counted_puts():
     put, devices = WeightPuts.put, list[int]()
 
-    def counting(self: WeightPuts, copied: Any) -> None:
+    def counting(self, copied):
         devices.extend(copied)
         put(self, copied)
 
@@ -41,7 +39,7 @@ def counted_puts() -> Iterator[list[int]]:
         yield devices
 
 
-def compare(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
+def compare(rank, world_size):
     found = {}
     for case in CASES:
         with counted_puts() as puts:
@@ -50,14 +48,14 @@ def compare(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
     return found
 
 
-def test_layers_equal_the_reference() -> None:
+def test_layers_equal_the_reference():
     by_rank = run_layer_ranks(compare, 4)
     for case in CASES:
         assert max(found[case.name][0] for found in by_rank) <= 1e-10, case.name
         assert sum(found[case.name][1] for found in by_rank) > 0, case.name
 
 
-def take_turns(rank: int, world_size: int) -> tuple[list[bool], str, int]:
+def take_turns(rank, world_size):
     """Prefetch two layers, and use both: whether weights are there, what refuses, and the largest room."""
     case = LayerCase(
         "turns", ReplicaLife.LAYER_PASS, placement="everywhere", puts=True, num_nodes=1, schedule=""
@@ -91,7 +89,7 @@ def take_turns(rank: int, world_size: int) -> tuple[list[bool], str, int]:
     return there, str(caught.value), room.num_slots
 
 
-def test_a_layer_gives_way_unless_it_is_in_use() -> None:
+def test_a_layer_gives_way_unless_it_is_in_use():
     for there, message, num_slots in run_layer_ranks(take_turns, 2):
         assert there == [False, True, True, False, False, True]
         assert "unset FSSDP_PEER_PUTS" in message

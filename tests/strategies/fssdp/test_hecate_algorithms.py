@@ -128,7 +128,7 @@ def test_calibration_keeps_its_limits_and_always_gains(layer, seeds, limits, siz
     plan = LayerPlan(planned, two_level_transfer(planned, topology))
     found = strategy.after_gate(context, counts_DE, plan, times)
 
-    def seconds(of: LayerPlan) -> float:
+    def seconds(of):
         return plan_price(of, times * counts_DE, context, num_micro_batches=times, planned=plan).seconds
 
     union = ExpertPlacement(planned.owner_E, planned.present_ED | wanted.present_ED)
@@ -144,7 +144,7 @@ def test_calibration_keeps_its_limits_and_always_gains(layer, seeds, limits, siz
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[OwnerMap, np.ndarray, Topology, int]:
+def cases(draw):
     """(a map after some moves, integer loads with many ties, any nodes, overlap degree)."""
     num_layers, local, num_devices = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
     even = OwnerMap.even(num_layers, local * num_devices, num_devices)

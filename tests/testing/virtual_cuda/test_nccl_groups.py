@@ -1,7 +1,5 @@
 import contextlib
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +31,7 @@ def full(*shape, value=0.0, device="cuda"):
 def all_calls(rank, device="cuda"):
     """Results of one call of every kind, as lists."""
     mine, other = float(rank + 1), 1 - rank
-    results: dict[str, Any] = {}
+    results = {}
     on = partial(full, device=device)
 
     def note(name, *tensors):
@@ -118,7 +116,7 @@ def forget_to_wait_for_a_message():
     out.add_(1)
 
 
-MISTAKES: dict[Callable[[], None], list[FindingKind]] = {
+MISTAKES = {
     forget_to_wait: [FindingKind.RACE],
     wait_on_another_stream: [FindingKind.RACE, FindingKind.FREED_IN_USE],
     forget_to_wait_for_a_message: [FindingKind.RACE],
