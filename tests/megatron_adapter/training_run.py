@@ -9,7 +9,6 @@ import queue
 import re
 import shlex
 import sys
-import textwrap
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -20,13 +19,15 @@ import pytest
 
 from megatron_fssdp.megatron_adapter.wrapping import wrap as wrap
 from megatron_fssdp.testing import run_ranks
+from tests.support.python_process import ROOT
+from tests.support.tables import cells
 from tests.support.training_preload import TRAINING_PRELOAD
 
 from .expert_gradients import Norms
 from .expert_gradients import assert_close as assert_gradients_close
 from .expert_gradients import record as record_expert_gradients
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 SCRIPT = SCRIPTS / "pretrain_gpt.py"
 
 # Small sizes, the CPU's part of a command line, and no logs and evaluations.
@@ -80,13 +81,8 @@ NAMES = {name: value for name, value in globals().items() if name.isupper() and 
 
 
 def rows(table, **names):
-    """Read a table by the first cells of its rows: ``name | cell | cell``.
-
-    Short names in braces, and more names, are replaced. Lines that are indented more go on with their row.
-    """
-    table = textwrap.dedent(table.format_map({**NAMES, **names})).strip().replace("\n ", " ")
-    cells = ([cell.strip() for cell in row.split("|")] for row in table.splitlines())
-    return {name: others for name, *others in cells}
+    """Read a table by the first cells of its rows; short names of arguments, and more names, are replaced."""
+    return {name: others for name, *others in cells(table, **{**NAMES, **names})}
 
 
 HALF = (2e-3, 2e-2)  # bounds of losses and norms in half precision

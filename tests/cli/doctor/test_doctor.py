@@ -12,6 +12,7 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.support import capabilities
 from tests.cli.doctor.machine_examples import pose
+from tests.support.tables import cells
 
 # The machine, and a run's layout and device | a check | its verdict | words of what it found or advises.
 # There are no other problems.
@@ -50,7 +51,7 @@ TABLE = """
     gpus=8 WORLD_SIZE=8 nproc_per_node=8 num_nodes=2 | ranks | problem | has 16
     gpus=8 MEGATRON_FSSDP_DEVICE=cpu nproc_per_node=2 | ranks | ok | CPU cores
 """
-ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.strip().splitlines()]
+ROWS = cells(TABLE)
 
 
 def examine(monkeypatch, machine, *folders):
