@@ -2,8 +2,7 @@
 
 ``torchrun --nproc-per-node 2 tests/hosts/bridge_training.py --ep 2``, with or without ``-m megatron_fssdp``
 before the script. The last rank prints a line for each step, with loss and gradient norm, and one for each
-evaluation. Rank 0 prints the classes of the model first, and last the norms of the experts' weights, under
-their names in the Hugging Face format.
+evaluation. Rank 0 prints the norms of the experts' weights last, under their Hugging Face names.
 """
 
 import argparse
@@ -84,10 +83,6 @@ def main():
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
 
     class Lines(Callback):
-        def on_train_start(self, context):
-            names = sorted({type(one).__name__ for chunk in context.model for one in chunk.modules()})
-            say(0, wrapper=type(context.model[0]).__name__, classes=names)
-
         def on_train_step_end(self, context):
             losses = {name: loss.item() for name, loss in (context.loss_dict or {}).items()}
             step = context.state.train_state.step + 1

@@ -11,13 +11,9 @@ import json
 import os
 import sys
 import types
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import torch
-
-# Scripts run by their path find the other modules of the tests.
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 _ENGINE_CLASSES = ("Linear", "LayerNormLinear", "GroupedLinear", "TransformerLayer", "RMSNorm", "LayerNorm")
 

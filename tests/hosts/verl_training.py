@@ -3,7 +3,7 @@
 ``torchrun --nproc-per-node 2 tests/hosts/verl_training.py --folder FOLDER``. Steps are those of PPO: the
 actor's log-probabilities, then two epochs of two mini-batches, then weights for the rollout. The last rank
 prints a line for each mini-batch, with loss and gradient norm, and one for each forward-only pass. Rank 0
-prints the classes of the model first, and last the norms of the exported weights.
+prints the norms of the exported weights last.
 """
 
 import argparse
@@ -235,8 +235,6 @@ def main():
     cpu_stand_ins.attach(options.attach, options.settings)
     phases = Phases(options)
     actor = phases.workers["actor"]
-    names = sorted({type(one).__name__ for chunk in actor.engine.module for one in chunk.modules()})
-    say(0, wrapper=type(actor.engine.module[0]).__name__, classes=names)
     if options.load:
         actor.load_checkpoint(options.load)
     weights = {}
