@@ -1,7 +1,5 @@
 import gc
 import time
-from collections.abc import Generator
-from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from megatron_fssdp.collectives.transfer_lanes import (
     advance_transfers,
     stream_lane,
 )
-
-Steps = Generator[bool, None, None]
 
 
 def one_step(run):
@@ -85,7 +81,7 @@ def test_neither_lanes_nor_timers_keep_tensors_alive():
 
 @pytest.fixture
 def group():
-    return cast(Any, type("Group", (), {})())  # only a key here
+    return type("Group", (), {})()  # only a key here
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ from devtools.virtual_cuda.posing.patches import Patches
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.slot_tables import SlotTable, even_table
+from megatron_fssdp.planning.slot_tables import even_table
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.testing import run_ranks
+from tests.planning.placement_cases import slots_of
 
 from .case_run import CaseRun
 from .layer_case import LayerCase
@@ -40,7 +41,7 @@ def placement():
 @pytest.mark.parametrize("exact", [False, True])
 def test_remap_equals_the_cpu(exact):
     where = placement()
-    slots = SlotTable.of(where, int(where.replicas_per_device_D.max()))
+    slots = slots_of(where)
     drawn = np.random.default_rng(1)
     routing_map = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)) < 0.2)
     probs = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)))

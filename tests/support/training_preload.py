@@ -1,6 +1,5 @@
 """What the server of ranks with Megatron has imported, so that no rank imports it again."""
 
-from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
 
@@ -28,13 +27,8 @@ VIRTUAL_PRELOAD = tuple(entry for entry in TRAINING_PRELOAD if ":" not in entry)
 run_megatron_ranks = partial(testing.run_megatron_ranks, preload=TRAINING_PRELOAD)
 
 
-Test = Callable[..., None]
-
-
-def on_ranks(world_size, *, plain=False, **sizes):
-    """Run all of a test on ranks, with Megatron's parallel state of these sizes if they are not ``plain``."""
-    start = testing.run_ranks if plain else testing.run_megatron_ranks
-    imported = testing.DEFAULT_PRELOAD if plain else TRAINING_PRELOAD
+def on_ranks(world_size, *, imported=TRAINING_PRELOAD, start=testing.run_megatron_ranks, **sizes):
+    """Run all of a test on ranks, with Megatron's parallel state of these sizes."""
 
     def decorated(test):
         @wraps(test)
@@ -45,6 +39,11 @@ def on_ranks(world_size, *, plain=False, **sizes):
         return run
 
     return decorated
+
+
+on_plain_ranks = partial(on_ranks, imported=testing.DEFAULT_PRELOAD, start=testing.run_ranks)
+# Megatron is on the CPU, and has no parallel state.
+on_layer_ranks = partial(on_ranks, start=testing.run_ranks)
 
 
 def _on_rank(rank, world_size, module, name, fixtures):

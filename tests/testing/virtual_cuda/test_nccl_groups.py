@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from devtools.virtual_cuda import EventKind, FindingKind, virtual_cuda
-from tests.support.training_preload import on_ranks
+from tests.support.training_preload import on_plain_ranks
 
 # Results of all_calls on both ranks.
 RESULTS = {
@@ -73,7 +73,7 @@ def all_calls(rank, device="cuda"):
     return results
 
 
-@on_ranks(2, plain=True)
+@on_plain_ranks(2)
 def test_every_call_moves_the_data_that_nccl_would_move():
     rank = dist.get_rank()
     with virtual_cuda() as device:
@@ -125,7 +125,7 @@ MISTAKES = {
 }
 
 
-@on_ranks(2, plain=True)
+@on_plain_ranks(2)
 def test_mistakes_are_found():
     for call, kinds in MISTAKES.items():
         refused = contextlib.suppress(ValueError, RuntimeError)  # gloo refuses what is not contiguous
@@ -134,7 +134,7 @@ def test_mistakes_are_found():
         assert [finding.kind for finding in device.findings] == kinds
 
 
-@on_ranks(2, plain=True)
+@on_plain_ranks(2)
 def test_a_work_handle_keeps_tensors_until_the_wait():
     with virtual_cuda() as device:
         work = dist.all_reduce(full(128), async_op=True)  # Only the handle keeps the tensor alive.
