@@ -11,11 +11,12 @@ import pytest
 from megatron_fssdp.megatron_adapter.entry.launcher import launch
 from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, MetricsWriter
+from tests.support.python_process import ROOT
 
 from ..full_disk import room_for
 from ..launch.tiny_run import fake_data
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_
 from megatron_fssdp.config.run.parameter_count import count_parameters
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.launch.run_data import data_arguments
+from tests.support.python_process import ROOT
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 
 

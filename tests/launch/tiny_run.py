@@ -3,11 +3,10 @@
 import json
 import shlex
 from dataclasses import asdict
-from pathlib import Path
 
 from megatron_fssdp.data.built_data import MANIFEST_FILE, BuiltFile, DataManifest
+from tests.support.python_process import ROOT
 
-ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 
 

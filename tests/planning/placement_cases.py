@@ -9,9 +9,11 @@ from megatron_fssdp.planning.cost.link_seconds import BusiestLinks
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
+from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
+from tests.drawn_examples import SEEDS
 
 # A token takes a second to compute and next to nothing to send (probabilities and router counts, some bytes
 # at a microsecond each). Parameters take a second to send.
@@ -46,12 +48,17 @@ def owned_layers(draw, max_experts=10):
 def placements(draw):
     """Draws (topology, placement) with random replicas."""
     topology, owner_E = draw(owned_layers())
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rng = np.random.default_rng(draw(SEEDS))
     present_ED = rng.random((owner_E.size, topology.num_devices)) < draw(
         st.sampled_from([0.0, 0.2, 0.6, 1.0])
     )
     present_ED[np.arange(owner_E.size), owner_E] = True
     return topology, ExpertPlacement(owner_E, present_ED)
+
+
+def slots_of(placement):
+    """Slots for as many replicas as a device has at most."""
+    return SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
 
 
 def random_counts_DE(seed, num_devices, num_experts, most=40):

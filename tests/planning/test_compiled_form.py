@@ -4,7 +4,6 @@ import sys
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from devtools.measured_profile import CHEAP_TO_MOVE as PROFILE
 from megatron_fssdp.planning import compiled_form, quotas, search
@@ -14,7 +13,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
 from megatron_fssdp.strategies import plan_price
 from megatron_fssdp.strategies.prophet import prophet_strategy
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.support.python_process import python_output
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
@@ -63,7 +62,7 @@ def plans(form, topology, owner_E, counts_DE):
 
 @needs_compiled
 @examples(15)
-@given(owned_layers(), st.integers(0, 2**32 - 1))
+@given(owned_layers(), SEEDS)
 def test_both_forms_find_the_same(case, seed):
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)

@@ -14,12 +14,11 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages
 from megatron_fssdp.strategies.fastermoe.fastermoe_strategy import ShadowingCosts, select_shadows
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.support.random_placement import with_replicas
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
 
-SEEDS = st.integers(0, 2**32 - 1)
 # Two nodes of two devices, two experts each; every device sends 8 pairs, half of them to expert 0.
 TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
 HOT = np.tile([4, 1, 1, 1, 1, 0, 0, 0], (4, 1))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.testbed.nodes.links import Nodes
+from tests.support.python_process import ROOT
 
-_ROOT = Path(__file__).parents[2]
 _READY = b"ready\n"
 
 
@@ -49,7 +49,7 @@ def built_nodes(nodes):
     words = [sys.executable, "-m", __name__, str(nodes.num_nodes), str(nodes.rate_bits_per_s)]
     keeper = subprocess.Popen(
         ["unshare", "--net", "--mount", "--", *words],
-        cwd=_ROOT,
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

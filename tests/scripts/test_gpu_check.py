@@ -9,17 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks import gpu_parity
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check.page import page_html
 from scripts.gpu_check.step import Step
-from tests.support.python_process import is_running
-
-ROOT = Path(__file__).parents[2]
+from tests.support.python_process import ROOT, is_running
 
 
 def step(name, code, limit_s=60, **more):

@@ -4,11 +4,11 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.support.python_process import ROOT
+
 NODE = ROOT / "scripts" / "run_node.sh"
 UNFINISHED = 75
 

@@ -5,10 +5,9 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.systems.exact_counts import equal_rows, least_loaded, quotas_in_nodes
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 
 OWNER_E = even_owners(16, 8)
-SEEDS = st.integers(0, 2**32 - 1)
 
 
 def drawn_counts(seed):

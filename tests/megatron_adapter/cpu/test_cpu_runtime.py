@@ -12,7 +12,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop, all_to_all_at_once
 from megatron_fssdp.megatron_adapter.experts.slot_experts import expert_parameters
-from tests.support.training_preload import on_ranks, run_megatron_ranks
+from tests.support.training_preload import on_plain_ranks, run_megatron_ranks
 
 from ..layer.small_config import build_layer, moe_config
 
@@ -45,7 +45,7 @@ def test_nothing_is_replaced_in_a_gpu_run(monkeypatch):
     cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
 
 
-@on_ranks(3, plain=True)
+@on_plain_ranks(3)
 def test_messages_take_one_hop_and_are_posted_at_once():
     rank = dist.get_rank()
     ring, direct = dist.all_gather_into_tensor, dist.all_to_all_single

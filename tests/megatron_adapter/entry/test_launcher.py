@@ -24,11 +24,6 @@ from ..training_run import (
 SHORT = "{EP2} --train-iters 3"
 
 
-@pytest.fixture(scope="module")
-def fssdp(text_data):
-    return train(2, SHORT, text_data, strategy="fssdp")
-
-
 def test_strategy_none_equals_the_bare_script_bitwise(text_data):
     bare = train(2, SHORT, text_data, launcher=False)
     assert_equal(train(2, SHORT, text_data, before=forbid_the_plugins_layer), bare)
@@ -102,7 +97,7 @@ def test_models_that_a_strategy_cannot_serve_are_refused(num_ranks, before, mess
     assert message in runs[0].errors
 
 
-def test_a_script_can_register_the_plugin_itself(text_data, tmp_path, fssdp):
+def test_a_script_can_register_the_plugin_itself(text_data, tmp_path):
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import megatron_fssdp\n"
@@ -112,7 +107,8 @@ def test_a_script_can_register_the_plugin_itself(text_data, tmp_path, fssdp):
         "main()\n"
     )
     options = {"strategy": f"fssdp record_dir={tmp_path}", "launcher": False}
-    assert_equal(train(2, SHORT, text_data, model=replace(GPT, script=script), **options), fssdp)
+    launched = train(2, SHORT, text_data, strategy="fssdp")
+    assert_equal(train(2, SHORT, text_data, model=replace(GPT, script=script), **options), launched)
     assert read_metrics(tmp_path)[2].layers[0].num_replicas > 0
 
 

@@ -1,9 +1,7 @@
 """The training loops of hosts, reduced to their calls of megatron-core, on a GPT-MoE with hot experts."""
 
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -306,8 +304,6 @@ def offloading(host, iteration):
             one.param_data.copy_(values)
 
 
-Loop = Callable[[Any, int], None]
-Strategy = tuple[str, dict[str, Any]]
 LOOPS = {loop.__name__: loop for loop in (swift, verl, slime, nemo, by_hand, abandoning, offloading)}
 
 

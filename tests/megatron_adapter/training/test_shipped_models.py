@@ -11,9 +11,10 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.parameter_count import count_parameters
 from megatron_fssdp.launch.run_data import data_arguments
+from tests.support.python_process import ROOT
 from tests.support.training_preload import run_megatron_ranks
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = ROOT / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 
 DENSE = "model.num_experts=null parallelism.expert_model_parallel_size=1 'strategy={name: none}'"

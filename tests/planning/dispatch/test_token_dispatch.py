@@ -6,17 +6,16 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.slot_tables import SlotTable
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.planning.placement_cases import (
     brute_force_dispatch_DED,
     pairs_traffic,
     placements,
     random_counts_DE,
+    slots_of,
 )
 from tests.runtime.slots.remap.exact_reference import exact_ends_ED
 
-SEEDS = st.integers(0, 2**32 - 1)
 WHOLE = 840
 """Multiples of this number are divided among any number of holders without remainder."""
 
@@ -86,7 +85,7 @@ def test_exact_dispatch_is_what_the_device_computes(case, seed):
     topology, placement = case
     counts_DE = WHOLE * random_counts_DE(seed, placement.num_devices, placement.num_experts)
     dispatch = plan_dispatch("exact", counts_DE, placement, topology)
-    slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
+    slots = slots_of(placement)
     device_D = np.zeros(placement.num_devices)
     for source in range(placement.num_devices):
         end_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source)

@@ -22,7 +22,7 @@ def dispatches(draw):
 
 
 @given(dispatches())
-def test_every_token_is_sent_once_and_every_quota_is_filled(case):
+def test_every_quota_is_filled_with_the_nearest_tokens_and_every_token_is_sent_once(case):
     counts_DE, tokens_ED, topology = case
     all_devices = [whole_tokens(counts_DE, tokens_ED, topology, d) for d in range(len(counts_DE))]
     sent_SED = np.stack([one.sent_ED for one in all_devices])
@@ -32,14 +32,7 @@ def test_every_token_is_sent_once_and_every_quota_is_filled(case):
     # What a device gets is what the others send to it: nobody has to tell.
     assert np.array_equal(np.stack([one.got_ED for one in all_devices]), sent_SED.transpose(2, 1, 0))
 
-
-@given(dispatches())
-def test_quotas_get_the_nearest_tokens(case):
-    counts_DE, tokens_ED, topology = case
     own_ED = np.minimum(counts_DE.T, tokens_ED)
-    sent_SED = np.stack(
-        [whole_tokens(counts_DE, tokens_ED, topology, d).sent_ED for d in range(len(counts_DE))]
-    )
     assert np.array_equal(np.einsum("ded->ed", sent_SED), own_ED)
     for devices in map(list, topology.devices_by_node):
         inside_E = sent_SED[devices][:, :, devices].sum(axis=(0, 2))

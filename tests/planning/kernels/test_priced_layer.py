@@ -10,9 +10,9 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import layer_search
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.planning.placement_cases import random_counts_DE
-from tests.planning.test_search import SEEDS, profiles
+from tests.planning.test_search import profiles
 
 with pytest.MonkeyPatch.context() as patch:  # other tests keep the compiled form
     for name, module in compiled_form._kernels()[0].items():

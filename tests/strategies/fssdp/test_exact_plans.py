@@ -22,7 +22,7 @@ from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_before_gate
 from megatron_fssdp.strategies.plan_price import plan_price
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
 from .test_fssdp_strategy import plan_with
@@ -32,7 +32,7 @@ SLOW = dataclasses.replace(
     CONTEXT, profile=dataclasses.replace(PROFILE, flops_per_token=4e7, num_micro_batches=TIMES)
 )
 PLAIN = LayerPlan.owners_only(SLOW, each_micro_batch=True)
-LOADS = st.integers(0, 2**32 - 1).map(
+LOADS = SEEDS.map(
     lambda seed: np.random.default_rng(seed).poisson(
         np.random.default_rng(seed).gamma(0.4, 1500, EXPERTS), (DEVICES, EXPERTS)
     )

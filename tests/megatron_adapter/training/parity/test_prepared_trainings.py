@@ -9,7 +9,6 @@ deduplicated exchange sends a token once to a node.
 import os
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -148,7 +147,6 @@ def of_matrix(name, more):
 
 
 # A layout, what is called first, and the bound of losses in fp32.
-Case = tuple[Layout, Callable[[], None] | None, float]
 CASES = {
     "combined schedule": (combined(Layout(2, 2, BATCH16, ADAPTIVE, num_iterations=4)), allow_fp32, 3e-5),
     **{
