@@ -27,7 +27,7 @@ settings.register_profile(
 )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     """Add the option that runs GPU tests without a GPU."""
     parser.addoption(
         "--virtual-gpu", action="store_true", help="run tests that need a GPU on a virtual CUDA device"
@@ -56,7 +56,7 @@ def browser():
         yield running
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Load a profile before any test module is imported: their settings take it as the default."""
     # Hypothesis's own plugin comes after this and loads what --hypothesis-profile names.
     settings.load_profile("search" if _selects_slow_tests(config) else "repeatable")
@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Select searching property tests along with the slow ones, and skip GPU tests without a GPU."""
     for item in items:
         is_property_test = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
@@ -86,5 +86,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _selects_slow_tests(config: pytest.Config) -> bool:
+def _selects_slow_tests(config):
     return "not slow" not in config.option.markexpr

@@ -12,106 +12,78 @@ from pathlib import Path
 import pytest
 
 import megatron_fssdp
+from tests.support.tables import cells
 
 PACKAGE = "megatron_fssdp"
 ROOT = Path(megatron_fssdp.__file__).parent
 
-# What the packages of this project may import from each other (their own files aside), and
-# from elsewhere. The standard library is allowed everywhere except where FORBIDDEN says no.
-LAYERS: dict[str, tuple[set[str], set[str]]] = {
-    # Megatron's argument parser, which knows the keys of a run's YAML, is imported only when it is asked.
-    "config": (set(), {"pydantic", "pydantic_core", "yaml", "megatron"}),
-    "files": ({"config"}, {"pydantic"}),
-    "planning": ({"config"}, {"numpy", "cython"}),
-    "strategies": ({"planning", "config"}, {"numpy", "pydantic"}),
-    # Systems of others, which are only simulated.
-    "systems": ({"strategies", "planning", "config"}, {"numpy"}),
-    "simulation": ({"systems", "strategies", "planning", "config"}, {"numpy"}),
-    "collectives": ({"planning"}, {"torch"}),
-    # Megatron's dispatchers with other exchanges: they know slots, and nothing of placements or plans.
-    "dispatchers": ({"collectives", "planning", "config"}, {"torch", "numpy", "megatron"}),
-    "runtime": ({"collectives", "strategies", "planning"}, {"torch", "triton", "numpy"}),
-    # Files of a run folder, which the adapter writes.
-    "records": ({"config", "files"}, {"numpy", "pydantic", "pydantic_core"}),
-    "report": (
-        {"records", "files", "planning", "systems", "simulation", "config"},
-        {"numpy", "rich", "jinja2", "markupsafe", "plotly"},
-    ),
-    # Text to Megatron's indexed files, written by Megatron's own writer: knows no model, no strategy.
-    "data": ({"config", "files"}, {"numpy", "tokenizers", "huggingface_hub", "megatron"}),
-    # For tests of all layers, users' too: ranks, and Megatron's parallel state.
-    "testing": (set(), {"torch", "megatron"}),
-    "megatron_adapter": (
-        {
-            "config",
-            "files",
-            "planning",
-            "strategies",
-            "simulation",
-            "collectives",
-            "dispatchers",
-            "runtime",
-            "records",
-        },
-        {"numpy", "torch", "megatron"},
-    ),
-    # Scripts that ranks run; they are started by their paths.
-    "pretraining": ({"config", "data", "megatron_adapter"}, {"megatron", "torch"}),
-    "launch": ({"config", "files", "data", "records", "megatron_adapter"}, {"torch", "rich"}),
-    "cli": (
-        {
-            *("config", "files", "planning", "strategies", "systems", "simulation", "records", "report"),
-            *("data", "megatron_adapter", "launch"),
-        },
-        {"numpy", "torch", "typer", "rich", "pydantic", "pydantic_core", "psutil", "packaging"},
-    ),
-    # `import megatron_fssdp` and `python -m megatron_fssdp` lead to the adapter and the command line.
-    "<top>": ({"config", "megatron_adapter", "cli"}, set()),
+
+# A room, the rooms that it may import, and packages from elsewhere. The standard library is allowed but where
+# FORBIDDEN says no. "config" asks Megatron's argument parser for the keys of a run's YAML.
+LAYERS = {
+    room: (set(inner.split()), set(outer.split()))
+    for room, inner, outer in cells("""
+    config | | pydantic pydantic_core yaml megatron
+    files | config | pydantic
+    planning | config | numpy cython
+    strategies | planning config | numpy pydantic
+    systems | strategies planning config | numpy
+    simulation | systems strategies planning config | numpy
+    collectives | planning | torch
+    dispatchers | collectives planning config | torch numpy megatron
+    runtime | collectives strategies planning | torch triton numpy
+    records | config files | numpy pydantic pydantic_core
+    report | records files planning systems simulation config | numpy rich jinja2 markupsafe plotly
+    data | config files | numpy tokenizers huggingface_hub megatron
+    testing | | torch megatron
+    megatron_adapter | config files planning strategies simulation collectives dispatchers runtime records
+        | numpy torch megatron
+    pretraining | config data megatron_adapter | megatron torch
+    launch | config files data records megatron_adapter | torch rich
+    cli | config files planning strategies systems simulation records report data megatron_adapter launch
+        | numpy torch typer rich pydantic pydantic_core psutil packaging
+    <top> | config megatron_adapter cli |
+    """)
 }
 
-# The sub-rooms of a room, and which of its other sub-rooms each may import. "" stands for the files that lie
-# directly in the room.
-SUB_ROOMS: dict[str, dict[str, set[str]]] = {
-    "planning": {
-        "": {"placement", "transfer", "dispatch", "cost"},
-        "placement": {""},
-        "transfer": {"", "placement"},
-        "dispatch": {"", "placement"},
-        "cost": {"", "placement", "transfer", "dispatch"},
-        "kernels": {"", "placement", "cost"},
-    },
-    # One folder for each strategy; those on the right are built on others.
-    "strategies": {
-        "": set(),
-        **{name: {""} for name in ("none", "ep", "fssdp", "prophet", "fastermoe", "quota")},
-        **{name: {""} for name in ("flexmoe", "parm")},
-        **{name: {"", "ep"} for name in ("smartmoe", "auto")},
-    },
-    "config": {"": set(), "strategy": {""}, "run": {"", "strategy"}},
-    "collectives": {"": set(), "sparse": {""}},
-    "dispatchers": {"": {"parm"}, "parm": set()},
-    "runtime": {
-        "": set(),
-        "experts": {""},
-        "slots": {"", "experts"},
-        "clocks": {"", "slots"},
-        "layers": {"", "experts", "slots", "clocks"},
-    },
-    "megatron_adapter": {
-        "": set(),
-        "experts": {""},
-        "cpu": {"", "support"},
-        "support": {""},
-        "routing": {"", "experts", "cpu", "support"},
-        "checkpoints": {"", "experts", "cpu", "support", "layer"},
-        "diagnosis": {"", "experts", "cpu", "support"},
-        "layer": {"", "experts", "cpu", "support", "routing"},
-        "iterations": {"", "experts", "cpu", "support", "checkpoints", "layer"},
-        "training": {"", "layer", "iterations"},
-        "entry": {"", "cpu", "support", "checkpoints", "layer", "iterations", "training"},
-    },
-    "cli": {"": {"analysis", "doctor"}, "analysis": {""}, "doctor": {""}},
-}
+# A room, some of its sub-rooms, and which of the others each of them may import. A dot stands for the files
+# that lie directly in the room.
+SUB_ROOMS = {}
+for room, names, allowed in cells("""
+    planning | . | placement transfer dispatch cost
+    planning | placement | .
+    planning | transfer dispatch | . placement
+    planning | cost | . placement transfer dispatch
+    planning | kernels | . placement cost
+    strategies | . |
+    strategies | none ep fssdp prophet fastermoe quota flexmoe parm | .
+    strategies | smartmoe auto | . ep
+    config | . |
+    config | strategy | .
+    config | run | . strategy
+    collectives | . |
+    collectives | sparse | .
+    dispatchers | . | parm
+    dispatchers | parm |
+    runtime | . |
+    runtime | experts | .
+    runtime | slots | . experts
+    runtime | clocks | . slots
+    runtime | layers | . experts slots clocks
+    megatron_adapter | . |
+    megatron_adapter | experts support | .
+    megatron_adapter | cpu | . support
+    megatron_adapter | routing diagnosis | . experts cpu support
+    megatron_adapter | checkpoints | . experts cpu support layer
+    megatron_adapter | layer | . experts cpu support routing
+    megatron_adapter | iterations | . experts cpu support checkpoints layer
+    megatron_adapter | training | . layer iterations
+    megatron_adapter | entry | . cpu support checkpoints layer iterations training
+    cli | . | analysis doctor
+    cli | analysis doctor | .
+    """):
+    of_room = SUB_ROOMS.setdefault(room, {})
+    of_room |= {name.strip("."): {one.strip(".") for one in allowed.split()} for name in names.split()}
 
 FORBIDDEN = {
     "planning": {"time", "datetime", "random", "os", "argparse", "threading"},

@@ -18,9 +18,8 @@ from benchmarks.testbed.nodes.links import Nodes, parse_rate, payload_bytes_per_
 from benchmarks.testbed.report import AgainstBest, against_best, control_difference, heat, summaries, table
 from benchmarks.testbed.stack_inputs import LayerInput, StackSize
 from megatron_fssdp.simulation.workloads import WORKLOADS, WorkloadShape
-from tests.support.python_process import is_running
+from tests.support.python_process import ROOT, is_running
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"nodes": 2, "ranks-per-node": 1, "hidden": 16, "ffn": 32, "tokens": 32, "experts": 8, "layers": 2}
 TOY = [f"--{key}={value}" for key, value in SIZES.items()] + ["--workloads=W3", "--warm-up=2"]
 
@@ -88,7 +87,7 @@ def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_pat
 
     def counts(name, *options):
         given = parser().parse_args(["--out", "unused", "--replay-from=1", *options])
-        found: np.ndarray = counts_of(given, name, size, 4, 2)
+        found = counts_of(given, name, size, 4, 2)
         assert np.all(found.sum(axis=(2, 4)) == 64 * 2)
         return found
 

@@ -36,7 +36,7 @@ def command(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(RankCommand, "check", lambda *_, **__: None)
 
-    def run(*arguments: object) -> tuple[int, str, str]:
+    def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["megatron-fssdp", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             app.main()

@@ -11,11 +11,12 @@ import pytest
 from megatron_fssdp.megatron_adapter.entry.launcher import launch
 from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, MetricsWriter
+from tests.support.python_process import ROOT
 
 from ..full_disk import room_for
 from ..launch.tiny_run import fake_data
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ PROFILE = ("profile", "--nproc", 2, "--out", "new.yaml", "--model", "run.yaml")
 BUILD = ("data", "build", "text.txt", "--out", "new", "--tokenizer", "bytes")
 
 # The files that each command reads. Valid files are tested elsewhere.
-READERS: list[tuple[tuple[object, ...], str]] = [
+READERS = [
     (train("--out", "new"), "run.yaml"),
     (train("--out", "new"), "data/manifest.json"),
     (RESUME, "done/config.yaml"),

@@ -1,7 +1,6 @@
 import re
 import shlex
 
-import click
 import pytest
 import typer
 
@@ -17,7 +16,7 @@ def unknown_options(command):
     """Options that a command does not have; none where the words are not a command."""
     command = re.split(r"\s#\s|[|;()]|&&|>| = | -- ", command)[0]  # words after -- are Megatron's
     words = shlex.split(command.replace("'", "").replace('"', ""))
-    group: click.Command = typer.main.get_command(app)
+    group = typer.main.get_command(app)
     while hasattr(group, "commands"):
         if not words or words[0] not in group.commands:
             return []

@@ -1,7 +1,5 @@
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,11 +8,11 @@ import torch.distributed as dist
 
 from megatron_fssdp.collectives import link_probes
 from megatron_fssdp.collectives.link_probes import measure_collective, measure_links
-from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit
+from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost
 from megatron_fssdp.planning.cost.link_seconds import moves_traffic
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.testing import run_ranks
 from tests.planning.placement_cases import pairs_traffic
+from tests.support.training_preload import on_plain_ranks
 
 CPU = torch.device("cpu")
 SIZES = (1 << 10, 1 << 14, 1 << 18)
@@ -29,7 +27,7 @@ class Machine:
     nic_bytes_per_s: float = 1e8
     node_bytes_per_s: float = 8e8
 
-    def seconds(self, bytes_DD: np.ndarray) -> float:
+    def seconds(self, bytes_DD):
         """Seconds of messages that travel at the same time, until the busiest link has carried its bytes."""
         node_D = np.array(self.nodes)
         is_far_DD = node_D[:, None] != node_D
@@ -40,7 +38,7 @@ class Machine:
             limits.append(np.bincount(node_D, far_DD.sum(axis)).max() / self.node_bytes_per_s)
         return 1e-3 + max(limits)
 
-    def probe_s(self, group: object, edges: Any, device: object, sizes: Sequence[int]) -> list[float]:
+    def probe_s(self, group, edges, device, sizes):
         """In place of ``_fastest_exchanges_s``."""
         ones_DD = np.zeros((len(self.nodes),) * 2)
         np.add.at(ones_DD, tuple(np.transpose(edges)), 1.0)
@@ -51,14 +49,12 @@ class Machine:
 @pytest.mark.parametrize(
     "nodes", [(0,) * 8 + (1,) * 8, (0, 1, 0, 1), (0, 0, 1, 2, 2, 2), (0, 0, 0, 1), (0, 1, 2)], ids=str
 )
-def test_prices_of_exchanges_and_transfers_are_right_within_5_percent(
-    nodes: tuple[int, ...], node_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prices_of_exchanges_and_transfers_are_right_within_5_percent(nodes, node_bytes_per_s, monkeypatch):
     """Every device has a NIC, and one, two or eight of them fill the network of their node."""
     machine, topology = Machine(nodes, node_bytes_per_s=node_bytes_per_s), Topology(nodes)
     monkeypatch.setattr(link_probes, "_fastest_exchanges_s", machine.probe_s)
     monkeypatch.setattr(link_probes, "_slowest", lambda seconds, *_: [*seconds])
-    links = measure_links(cast("dist.ProcessGroup", None), topology, CPU)
+    links = measure_links(None, topology, CPU)
     rng, num_devices = np.random.default_rng(1), len(nodes)
     for hot in (1, 1, 50):
         bytes_DD = rng.gamma(1.0, 1e6, (num_devices, num_devices))
@@ -85,106 +81,89 @@ CLASSES = [
 ]
 
 
-def measure_given_times(rank: int, world_size: int) -> list[tuple[list[LinkCost], int]]:
-    """Messages of rank r take r + 1 ms and r + 1 ns a byte, and ten times as long between nodes."""
-    found = []
-    for nodes, *_ in CLASSES:
-        probes: list[list[tuple[int, int]]] = []
+def links_between(nodes, exchange_s=None, **options):
+    """The links that ranks measure, near ones first; ``exchange_s`` plants times for edges and bytes."""
+    if exchange_s is not None:
+        link_probes._exchange_s = lambda group, edges, num_bytes, device: exchange_s(edges, num_bytes)
+    links = measure_links(dist.group.WORLD, Topology(nodes), CPU, **options)
+    return [links.near, links.far_of_node, links.far_of_device]
 
-        def given_s(
-            group: Any, edges: Any, num_bytes: int, device: object, nodes=nodes, probes=probes
-        ) -> float:
+
+@on_plain_ranks(4)
+def test_a_class_of_links_has_the_costs_of_its_slowest_link():
+    """Messages of rank r take r + 1 ms and r + 1 ns a byte, and ten times as long between nodes."""
+    rank = dist.get_rank()
+    for nodes, slowest, num_probes in CLASSES:
+        probes = []
+
+        def given_s(edges, num_bytes, nodes=nodes, probes=probes):
             if edges not in probes:
                 probes.append(edges)
             crosses = any(nodes[source] != nodes[target] for source, target in edges)
             return (rank + 1) * (1e-3 + 1e-9 * num_bytes) * (10 if crosses else 1)
 
-        link_probes._exchange_s = given_s
-        links = measure_links(dist.group.WORLD, Topology(nodes), CPU)
-        found.append(([links.near, links.far_of_node, links.far_of_device], len(probes)))
-    return found
+        links = links_between(nodes, given_s)
+        assert len(probes) == num_probes[rank]
+        assert [link.beta_s_per_byte for link in links] == pytest.approx([1e-9 * one for one in slowest])
+        all_at_once = nodes == (0, 0, 1, 1)
+        alphas = [1e-3 * one for one in ((4, 40, 30) if all_at_once else slowest)]
+        assert [link.alpha_s for link in links] == pytest.approx(alphas)
 
 
-def test_a_class_of_links_has_the_costs_of_its_slowest_link() -> None:
-    by_case = zip(*run_ranks(measure_given_times, 4), strict=True)
-    for (nodes, slowest, num_probes), results in zip(CLASSES, by_case, strict=True):
-        assert tuple(number for _, number in results) == num_probes
-        for links, _ in results:
-            assert [link.beta_s_per_byte for link in links] == pytest.approx([1e-9 * one for one in slowest])
-            all_at_once = nodes == (0, 0, 1, 1)
-            alphas = [1e-3 * one for one in ((4, 40, 30) if all_at_once else slowest)]
-            assert [link.alpha_s for link in links] == pytest.approx(alphas)
-
-
-def measure_disturbed(rank: int, world_size: int) -> list[LinkCost]:
+@on_plain_ranks(3)
+def test_rounds_in_which_larger_messages_were_faster_are_repeated_and_bytes_are_never_free():
     """In the first rounds, another process delays rank 0's small messages by a second."""
-    costs = []
-    for rounds in (0, 7, 8):
-        counted: Counter[int] = Counter()
+    large = 1 << 22
+    for rounds, wanted in ((0, (1e-3, 1e-9)), (7, (1e-3, 1e-9)), (8, (0, (1e-3 + 1e-9 * large) / large))):
+        counted = Counter()
 
-        def given_s(group: Any, edges: Any, num_bytes: int, device: Any, counted=counted, rounds=rounds):
+        def given_s(edges, num_bytes, counted=counted, rounds=rounds):
             counted[num_bytes] += 1
-            is_disturbed = rank == 0 and counted[num_bytes] <= rounds * link_probes._REPETITIONS
-            return 1e-3 + 1e-9 * num_bytes + (is_disturbed and num_bytes < 1 << 22)
+            is_disturbed = dist.get_rank() == 0 and counted[num_bytes] <= rounds * link_probes._REPETITIONS
+            return 1e-3 + 1e-9 * num_bytes + (is_disturbed and num_bytes < large)
 
-        link_probes._exchange_s = given_s
         # Rank 2 is alone in its node, so it only takes part in the reduction over ranks.
-        costs.append(measure_links(dist.group.WORLD, Topology((0, 0, 1)), CPU).near)
-    return costs
+        near, *_ = links_between((0, 0, 1), given_s)
+        assert (near.alpha_s, near.beta_s_per_byte) == pytest.approx(wanted)
 
 
-def test_rounds_in_which_larger_messages_were_faster_are_repeated_and_bytes_are_never_free() -> None:
-    for *repeated, given_up in run_ranks(measure_disturbed, 3):
-        for cost in repeated:
-            assert (cost.alpha_s, cost.beta_s_per_byte) == pytest.approx((1e-3, 1e-9))
-        assert given_up.alpha_s == 0
-        assert given_up.beta_s_per_byte == pytest.approx((1e-3 + 1e-9 * (1 << 22)) / (1 << 22))
-
-
-# Bytes of a whole expert, seconds a byte, and whether its message is measured.
-LARGE = [(1 << 28, 1e-10, True), (1 << 28, 1e-9, False), (99, 1e-10, False)]
-
-
-def measure_large(rank: int, world_size: int) -> list[tuple[LinkCost, list[int]]]:
+@on_plain_ranks(2)
+def test_messages_of_a_whole_expert_are_measured_where_they_are_fast():
     """Messages above 4 MiB take half of the time for a byte."""
-    found = []
-    for most_bytes, beta_s, _ in LARGE:
-        sizes: list[int] = []
+    for most_bytes, beta_s, is_measured in (
+        (1 << 28, 1e-10, True),
+        (1 << 28, 1e-9, False),
+        (99, 1e-10, False),
+    ):
+        sizes = []
 
-        def given_s(group: Any, edges: Any, num_bytes: int, device: Any, sizes=sizes, beta_s=beta_s) -> float:
+        def given_s(edges, num_bytes, sizes=sizes, beta_s=beta_s):
             sizes.append(num_bytes)
             return 1e-4 + beta_s * num_bytes / (1 if num_bytes <= 1 << 22 else 2)
 
-        link_probes._exchange_s = given_s
-        found.append((measure_links(dist.group.WORLD, Topology((0, 0)), CPU, most_bytes).near, sizes))
-    return found
+        near, *_ = links_between((0, 0), given_s, most_bytes=most_bytes)
+        assert (most_bytes in sizes) == is_measured
+        assert (near.time_s(1 << 28) < 0.75 * (1e-4 + beta_s * (1 << 28))) == is_measured
 
 
-def test_messages_of_a_whole_expert_are_measured_where_they_are_fast() -> None:
-    for of_rank in run_ranks(measure_large, 2):
-        for (most_bytes, beta_s, is_measured), (cost, sizes) in zip(LARGE, of_rank, strict=True):
-            assert (most_bytes in sizes) == is_measured
-            assert (cost.time_s(1 << 28) < 0.75 * (1e-4 + beta_s * (1 << 28))) == is_measured
+@on_plain_ranks(4)
+def test_real_links_cost_something_and_all_ranks_know_them():
+    found, of_ranks = links_between((0, 0, 1, 1)), [None] * 4
+    dist.all_gather_object(of_ranks, found)
+    assert of_ranks == [found] * 4
+    assert all(link.beta_s_per_byte > LEAST_BETA_S_PER_BYTE for link in found)
+    assert all(link.time_s(1 << 22) > 1e-5 for link in found), "4 MiB were not sent"
 
 
-def measure(rank: int, world_size: int, nodes: tuple[int, ...]) -> list[LinkCost]:
-    links = measure_links(dist.group.WORLD, Topology(nodes), CPU)
-    return [links.near, links.far_of_node, links.far_of_device]
+@on_plain_ranks(1)
+def test_one_device_has_no_links():
+    assert links_between((0,)) == [LinkCost(0.0, LEAST_BETA_S_PER_BYTE)] * 3
 
 
-def test_real_links_cost_something_and_one_device_has_none() -> None:
-    first, *others = run_ranks(measure, 4, (0, 0, 1, 1))
-    assert others == [first] * 3
-    assert all(link.beta_s_per_byte > LEAST_BETA_S_PER_BYTE for link in first)
-    assert all(link.time_s(1 << 22) > 1e-5 for link in first), "4 MiB were not sent"
-    no_link = LinkCost(0.0, LEAST_BETA_S_PER_BYTE)
-    assert run_ranks(measure, 1, (0,)) == [[no_link] * 3]
-
-
-def measure_given_collective(rank: int, world_size: int) -> LinkFit:
+@on_plain_ranks(3)
+def test_the_fit_uses_the_median_of_the_slowest_rank():
     """Make the call but plant its time: rank r takes r + 1 ms and r + 1 ns a byte, and once far more."""
-    sent: list[int] = []
-    original = link_probes._prepare
+    rank, sent, original = dist.get_rank(), [], link_probes._prepare
 
     def prepare(num_bytes, group, device):
         call, sent_bytes = original("all_gather", num_bytes, group, device)
@@ -203,12 +182,7 @@ def measure_given_collective(rank: int, world_size: int) -> LinkFit:
 
     link_probes.elapsed_s = given_s
     sizes = {"message_bytes": SIZES, "num_repetitions": 5}
-    world = dist.group.WORLD
-    return measure_collective("all_to_all", world, world, CPU, prepare=prepare, **sizes)
-
-
-def test_the_fit_uses_the_median_of_the_slowest_rank() -> None:
-    for fit in run_ranks(measure_given_collective, 3):
-        assert fit.cost.alpha_s == pytest.approx(3e-3)
-        assert fit.cost.beta_s_per_byte == pytest.approx(3e-9)
-        assert fit.worst_relative_error == pytest.approx(0, abs=1e-9)
+    fit = measure_collective("all_to_all", dist.group.WORLD, dist.group.WORLD, CPU, prepare=prepare, **sizes)
+    assert fit.cost.alpha_s == pytest.approx(3e-3)
+    assert fit.cost.beta_s_per_byte == pytest.approx(3e-9)
+    assert fit.worst_relative_error == pytest.approx(0, abs=1e-9)

@@ -1,32 +1,26 @@
 import gc
 import time
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from devtools.virtual_cuda import virtual_cuda
 from megatron_fssdp.collectives.transfer_lanes import (
     PendingTransfer,
-    StreamLane,
     ThreadLane,
     TransferTimer,
     advance_transfers,
     stream_lane,
 )
 
-Steps = Generator[bool, None, None]
 
-
-def one_step(run: Callable[[], object]) -> Steps:
+def one_step(run):
     yield False
     run()
 
 
-def test_exposed_time_never_exceeds_the_transfers_time() -> None:
+def test_exposed_time_never_exceeds_the_transfers_time():
     assert PendingTransfer(TransferTimer()).timer.seconds() == (0.0, 0.0)
     for waits, exposed_s in (
         ([(11.5, 12.0)], 0.5),
@@ -38,10 +32,10 @@ def test_exposed_time_never_exceeds_the_transfers_time() -> None:
         assert timer.seconds(1.75) == (2.0, min(2.0, exposed_s + 1.75))
 
 
-def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on() -> None:
+def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on():
     lane, order = ThreadLane(), list[str]()
 
-    def broken() -> None:
+    def broken():
         time.sleep(0.05)
         order.append("first")
         raise ConnectionError("peer went away")
@@ -56,7 +50,7 @@ def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on()
     assert order == ["first", "second"]
 
 
-def test_the_seconds_of_a_transfer_beside_an_interval() -> None:
+def test_the_seconds_of_a_transfer_beside_an_interval():
     timer = TransferTimer(True, 0, 10.0, 14.0)
     intervals = ((8.0, 9.0), (8.0, 11.0), (11.0, 13.0), (13.0, 20.0), (9.0, 20.0), (14.0, 15.0))
     assert [timer.beside_s(*interval) for interval in intervals] == [0, 1, 2, 1, 4, 0]
@@ -64,10 +58,10 @@ def test_the_seconds_of_a_transfer_beside_an_interval() -> None:
     assert [one.beside_s(9.0, 20.0) for one in (late, TransferTimer())] == [0.0, 0.0]
 
 
-def test_neither_lanes_nor_timers_keep_tensors_alive() -> None:
+def test_neither_lanes_nor_timers_keep_tensors_alive():
     lane, refs = ThreadLane(), list[StorageWeakRef]()
 
-    def steps() -> Steps:
+    def steps():
         tensor = torch.ones(100)
         refs.append(StorageWeakRef(tensor.untyped_storage()))
         yield False
@@ -86,21 +80,21 @@ def test_neither_lanes_nor_timers_keep_tensors_alive() -> None:
 
 
 @pytest.fixture
-def group() -> dist.ProcessGroup:
-    return cast(Any, type("Group", (), {})())  # only a key here
+def group():
+    return type("Group", (), {})()  # only a key here
 
 
 @pytest.fixture
-def issued() -> list[str]:
+def issued():
     """Batches in the order of their issue; "end" follows the last batch of a transfer."""
     return []
 
 
 @pytest.fixture
-def start(issued: list[str], group: Any) -> Iterator[Callable[..., Any]]:
+def start(issued, group):
     """Submits a transfer by its name, number of batches and most batches at once, on a virtual device."""
 
-    def steps(name: str, num_batches: int, lane: StreamLane) -> Steps:
+    def steps(name, num_batches, lane):
         for batch in range(num_batches):
             assert torch.cuda.current_stream() == lane.stream
             assert not torch.is_grad_enabled()
@@ -108,7 +102,7 @@ def start(issued: list[str], group: Any) -> Iterator[Callable[..., Any]]:
             yield batch + 1 < num_batches
         issued.append(f"{name} end")
 
-    def submit(name: str, num_batches: int, at_once: int | None) -> Any:
+    def submit(name, num_batches, at_once):
         lane = stream_lane(group, torch.device("cuda", 0))
         return lane.submit(steps(name, num_batches, lane), TransferTimer(), at_once, ())
 
@@ -117,7 +111,7 @@ def start(issued: list[str], group: Any) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3])
-def test_with_one_connection_each_point_issues_at_most_so_many_batches(group, issued, start, at_once) -> None:
+def test_with_one_connection_each_point_issues_at_most_so_many_batches(group, issued, start, at_once):
     pending = start("a", 7, at_once)
     for points in range(1, 9):
         assert len(issued) == min(7, points * at_once)
@@ -130,7 +124,7 @@ def test_with_one_connection_each_point_issues_at_most_so_many_batches(group, is
     assert issued[-1] == "a end"
 
 
-def test_a_transfer_begins_after_the_batches_of_the_transfers_before_it(group, issued, start) -> None:
+def test_a_transfer_begins_after_the_batches_of_the_transfers_before_it(group, issued, start):
     first, second = start("a", 3, 1), start("b", 2, 1)
     assert issued == ["a0", "a1"]
     for _ in range(3):

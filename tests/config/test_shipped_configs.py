@@ -1,17 +1,16 @@
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.run.composition import compose, load_run
-from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.parameter_count import count_parameters
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.launch.run_data import data_arguments
+from tests.support.python_process import ROOT
 
-ROOT = Path(__file__).parents[2]
+from ..launch.tiny_run import arguments_of
+
 CONFIGS = ROOT / "configs"
 
 
@@ -23,12 +22,6 @@ def names_in(folder):
 def counted(model):
     run = load_run([f"models/{model}", "training/tiny"])
     return count_parameters(run.model, run.data.vocab_size)
-
-
-def arguments(run):
-    data = data_arguments(run, Path("d"), run.data.vocab_size, run.data.vocab_size - 1, 50)
-    machine = Installation(on_cpu=run.training.device == "cpu", has_transformer_engine=False)
-    return megatron_arguments(run, data, machine, Path("runs/x"), resume=False)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def test_every_model_runs_on_its_clusters(number, parts):
     """Each combination has another strategy, so all of them are used."""
     strategies = [name for name in names_in("strategies") if name != "none"]
     run = load_run([*parts, f"strategies/{strategies[number % len(strategies)]}"])
-    words = arguments(run)
+    words = arguments_of(run)
     for flag, value in (
         ("--moe-strategy", run.strategy.name),
         ("--moe-ffn-hidden-size", run.model.moe_ffn_hidden_size),

@@ -10,9 +10,9 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.yaml_text import format_yaml, parse_yaml
 from tests.drawn_examples import examples
+from tests.support.python_process import ROOT
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-RUN = (CONFIGS / "gpt_moe_tiny.yaml").read_bytes()
+RUN = (ROOT / "configs" / "gpt_moe_tiny.yaml").read_bytes()
 
 # Pieces with a meaning in YAML or for the readers, so that mutations reach deeper than the first character.
 PIECES = [

@@ -5,12 +5,12 @@ import torch
 
 from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher, _Copies
 from megatron_fssdp.planning.placement.topology import Topology
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 from ..megatron_adapter.layer.small_config import moe_config
 
 
-def test_rows_of_bf16_are_summed_in_fp32() -> None:
+def test_rows_of_bf16_are_summed_in_fp32():
     copies = _Copies(torch.zeros(257, dtype=torch.int64), 2)
     rows = torch.ones(257, 1, dtype=torch.bfloat16)
     rows[0] = 256.0
@@ -21,14 +21,11 @@ def test_rows_of_bf16_are_summed_in_fp32() -> None:
     assert token.grad.tolist() == [[512.0], [0.0]]
 
 
-def test_more_choices_than_rows_have_room_for_are_refused() -> None:
-    for message in run_megatron_ranks(_refusal, 2, ep=2):
-        assert "more slots than their rows have room for: wanted at most 2" in message
-
-
-def _refusal(rank: int, world_size: int) -> str:
+@on_ranks(2, ep=2)
+def test_more_choices_than_rows_have_room_for_are_refused():
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
+    rank = torch.distributed.get_rank()
     dispatcher = DeduplicatedTokenDispatcher(
         2,
         [2 * rank, 2 * rank + 1],
@@ -36,8 +33,7 @@ def _refusal(rank: int, world_size: int) -> str:
         get_default_pg_collection(),
         topology=Topology((0, 1)),
     )
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError, match="more slots than their rows have room for: wanted at most 2"):
         dispatcher.dispatch_preprocess(
             torch.ones(3, 1, 8), torch.ones(3, 4, dtype=torch.bool), torch.ones(3, 4)
         )
-    return str(error.value)

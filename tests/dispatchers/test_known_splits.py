@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
 from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.remap.shares import Shares
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 from ..megatron_adapter.layer.small_config import moe_config
 
@@ -18,17 +19,13 @@ SETTINGS = ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens
 SETTINGS += ("num_global_tokens_per_local_expert", "tokens_per_expert", "cuda_dtoh_point")
 
 
+@on_ranks(3, ep=3)
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_rows_are_those_that_megatron_gathers(fused: bool) -> None:
-    run_megatron_ranks(_compare, 3, fused, ep=3)
-
-
-def _compare(rank: int, world_size: int, fused: bool) -> None:
-    import torch.distributed as dist
+def test_the_rows_are_those_that_megatron_gathers(fused):
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    topology, slots = Topology((0, 0, 1)), SlotTable(EXPERT_DU)
+    rank, topology, slots = dist.get_rank(), Topology((0, 0, 1)), SlotTable(EXPERT_DU)
     generator = torch.Generator().manual_seed(rank)
     routing_map = torch.rand(40, 6, generator=generator).argsort(dim=1) < 2
     counts_DE = torch.empty(3, 6, dtype=torch.int64)

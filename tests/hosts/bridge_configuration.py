@@ -1,8 +1,6 @@
 """Megatron-Bridge's description of a tiny MoE model and of its training on CPU ranks."""
 
-import argparse
 import os
-from typing import Any
 
 import torch
 import yaml
@@ -40,14 +38,14 @@ _DATA = yaml.safe_load("""
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def local_layers(of_model: Any, vp_stage: int | None = None) -> Any:
+def local_layers(of_model, vp_stage=None):
     """Megatron's layers without Transformer Engine; the provider's own default is with it."""
     return get_gpt_decoder_block_spec(
         of_model, use_transformer_engine=False, normalization=of_model.normalization, vp_stage=vp_stage
     )
 
 
-def model_of(options: argparse.Namespace) -> GPTModelConfig | GPTModelProvider:
+def model_of(options):
     """The model, for Megatron-Bridge's ModelBuilder or as a provider."""
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     parallel = {
@@ -68,7 +66,7 @@ def model_of(options: argparse.Namespace) -> GPTModelConfig | GPTModelProvider:
     return GPTModelProvider(**layers, **_MODEL, transformer_layer_spec=local_layers)
 
 
-def optimizer_of(options: argparse.Namespace) -> config.OptimizerConfig:
+def optimizer_of(options):
     rates = {"optimizer": "sgd", "lr": 0.5} if options.sgd else {"optimizer": "adam", "lr": 5e-3}
     return config.OptimizerConfig(
         **rates,
@@ -80,7 +78,7 @@ def optimizer_of(options: argparse.Namespace) -> config.OptimizerConfig:
     )
 
 
-def data_parallelism_of(options: argparse.Namespace) -> config.DistributedDataParallelConfig:
+def data_parallelism_of(options):
     distributes = options.distributed_optimizer or options.fsdp
     return config.DistributedDataParallelConfig(
         use_distributed_optimizer=distributes,
@@ -93,7 +91,7 @@ def data_parallelism_of(options: argparse.Namespace) -> config.DistributedDataPa
     )
 
 
-def checkpoints_of(options: argparse.Namespace) -> config.CheckpointConfig:
+def checkpoints_of(options):
     return config.CheckpointConfig(
         save=options.save,
         save_interval=options.save_every if options.save else None,
@@ -103,7 +101,7 @@ def checkpoints_of(options: argparse.Namespace) -> config.CheckpointConfig:
     )
 
 
-def configuration_of(options: argparse.Namespace) -> config.ConfigContainer:
+def configuration_of(options):
     """Everything that ``pretrain()`` needs to know."""
     num_replicas = int(os.environ["WORLD_SIZE"]) // (options.tp * options.pp)
     batch = MICRO_BATCH * options.micro_batches * num_replicas

@@ -2,8 +2,7 @@
 
 ``torchrun --nproc-per-node 2 tests/hosts/bridge_training.py --ep 2``, with or without ``-m megatron_fssdp``
 before the script. The last rank prints a line for each step, with loss and gradient norm, and one for each
-evaluation. Rank 0 prints the classes of the model first, and last the norms of the experts' weights, under
-their names in the Hugging Face format.
+evaluation. Rank 0 prints the norms of the experts' weights last, under their Hugging Face names.
 """
 
 import argparse
@@ -11,7 +10,6 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -36,7 +34,7 @@ FLAGS = {
 }
 
 
-def parsed_options() -> argparse.Namespace:
+def parsed_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--attach", metavar="NAME", help="strategy for megatron_fssdp.attach")
     parser.add_argument("--settings", default="", help="its settings, as slots=2,overlap_degree=3")
@@ -52,7 +50,7 @@ def parsed_options() -> argparse.Namespace:
     return parser.parse_known_args()[0]
 
 
-def exported_experts(model: list[Any], num_layers: int) -> dict[str, torch.Tensor]:
+def exported_experts(model, num_layers):
     """The experts' weights as Megatron-Bridge's AutoBridge exports them; all ranks call this."""
     from megatron.bridge import AutoBridge
 
@@ -64,7 +62,7 @@ def exported_experts(model: list[Any], num_layers: int) -> dict[str, torch.Tenso
     return {name: weight.clone() for name, weight in weights if ".experts." in name}
 
 
-def main() -> None:
+def main():
     options = parsed_options()
     if options.fsdp:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # Megatron-FSDP refuses 1.
@@ -85,19 +83,15 @@ def main() -> None:
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
 
     class Lines(Callback):
-        def on_train_start(self, context: Any) -> None:
-            names = sorted({type(one).__name__ for chunk in context.model for one in chunk.modules()})
-            say(0, wrapper=type(context.model[0]).__name__, classes=names)
-
-        def on_train_step_end(self, context: Any) -> None:
+        def on_train_step_end(self, context):
             losses = {name: loss.item() for name, loss in (context.loss_dict or {}).items()}
             step = context.state.train_state.step + 1
             say(step=step, loss=losses.get("lm loss"), gradient_norm=float(context.grad_norm))
 
-        def on_eval_end(self, context: Any) -> None:
+        def on_eval_end(self, context):
             say(evaluation={name: float(loss) for name, loss in (context.total_loss_dict or {}).items()})
 
-        def on_train_end(self, context: Any) -> None:
+        def on_train_end(self, context):
             cpu_stand_ins.say_plans()
             experts = exported_experts(context.model, options.layers)
             say(0, experts=cpu_stand_ins.norms_of_experts(experts))

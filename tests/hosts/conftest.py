@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.hosts.forked_ranks import Host, Run
+from tests.hosts.forked_ranks import Host
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def host(request, tmp_path_factory):
     started.pipe.close()
 
 
-def assert_equal(run: Run, stock: Run, tolerance: float = 1e-6) -> None:
+def assert_equal(run, stock, tolerance=1e-6):
     """Losses, norms of gradients, evaluations and exported experts are those of stock, up to rounding."""
     assert not any((*run.codes, *stock.codes)), run.log[-3000:]
     assert run.values("loss") and run.values("experts")  # noqa: PT018
@@ -32,7 +32,7 @@ def assert_equal(run: Run, stock: Run, tolerance: float = 1e-6) -> None:
         assert got == pytest.approx(wanted, rel=tolerance)
 
 
-def assert_balanced(run: Run, steps: int = 8) -> None:
+def assert_balanced(run, steps=8):
     """The strategy had the loads of all iterations in all layers, and said where it is."""
     assert run.values("iterations")[-1] == steps
     assert set(run.values("seen")[-1].values()) == {steps}

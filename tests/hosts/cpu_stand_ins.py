@@ -11,21 +11,15 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-
-# Scripts run by their path find the other modules of the tests.
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 _ENGINE_CLASSES = ("Linear", "LayerNormLinear", "GroupedLinear", "TransformerLayer", "RMSNorm", "LayerNorm")
 
 
 @functools.cache  # once in a process
-def install() -> None:
+def install():
     """Run Megatron on the CPU, and make both hosts possible to import; call it before that."""
     from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
     from megatron_fssdp.megatron_adapter.support import megatron_repairs
@@ -49,7 +43,7 @@ def install() -> None:
     _add_module("nvidia_resiliency_ext", inprocess=inprocess)
 
 
-def use_grouped_experts() -> None:
+def use_grouped_experts():
     """Let local layer specifications have grouped experts, whose linear layers are stand-ins of the tests."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
@@ -64,19 +58,19 @@ def use_grouped_experts() -> None:
     grouped = functools.partial(TEGroupedMLP, submodules=linears)
     of_local_experts = LocalSpecProvider.grouped_mlp_modules
 
-    def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: bool) -> Any:
+    def grouped_mlp_modules(self, moe_use_grouped_gemm):
         return grouped if moe_use_grouped_gemm else of_local_experts(self, moe_use_grouped_gemm)
 
     LocalSpecProvider.grouped_mlp_modules = grouped_mlp_modules
 
 
-def make_loads_uneven() -> None:
+def make_loads_uneven():
     """Let the first two experts of all layers that are built from now on get more tokens than others."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     from megatron_fssdp.megatron_adapter.wrapping import wrap
 
-    def reset_parameters(reset: Any, router: Any) -> None:
+    def reset_parameters(reset, router):
         reset(router)
         with torch.no_grad():
             router.weight[:2] += 0.15
@@ -84,7 +78,7 @@ def make_loads_uneven() -> None:
     wrap(TopKRouter, "reset_parameters", reset_parameters)
 
 
-def use_local_layers(module: types.ModuleType) -> None:
+def use_local_layers(module):
     """Let a host's module ask Megatron for local layers where it asks for those of Transformer Engine.
 
     Parameters have Transformer Engine's names, so that converters of Hugging Face weights find them: the norm
@@ -93,10 +87,10 @@ def use_local_layers(module: types.ModuleType) -> None:
     from megatron.core.transformer.identity_op import IdentityOp
 
     use_grouped_experts()
-    of_megatron: Callable[..., Any] = module.get_gpt_decoder_block_spec
+    of_megatron = module.get_gpt_decoder_block_spec
 
     @functools.wraps(of_megatron)
-    def get_gpt_decoder_block_spec(config: Any, use_transformer_engine: bool, **rest: Any) -> Any:
+    def get_gpt_decoder_block_spec(config, use_transformer_engine, **rest):
         block = of_megatron(config, use_transformer_engine=False, **rest)
         for layer in block.layer_specs:
             layer.submodules.input_layernorm = IdentityOp
@@ -107,23 +101,23 @@ def use_local_layers(module: types.ModuleType) -> None:
 
 
 @functools.cache
-def _linear_after_norm() -> type[torch.nn.Module]:
+def _linear_after_norm():
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     class LinearAfterNorm(ColumnParallelLinear):
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **rest: Any) -> None:
+        def __init__(self, input_size, output_size, *, config, **rest):
             super().__init__(input_size, output_size, config=config, **rest)
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
             self.eps = config.layernorm_epsilon
 
-        def forward(self, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        def forward(self, x, *rest, **named):
             normed = torch.nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
             return super().forward(normed, *rest, **named)
 
     return LinearAfterNorm
 
 
-def attach(strategy: str | None, settings: str, host: Any = None) -> None:
+def attach(strategy, settings, host=None):
     """Call ``megatron_fssdp.attach`` if a strategy is given, with settings as in slots=2,overlap_degree=3."""
     if strategy is None:
         return
@@ -135,7 +129,7 @@ def attach(strategy: str | None, settings: str, host: Any = None) -> None:
     megatron_fssdp.attach(strategy, {name: yaml.safe_load(value) for name, value in pairs}, host=host)
 
 
-def say_plans() -> None:
+def say_plans():
     """Print on rank 0 what the plugin has done: iterations with known loads of each layer, and owners."""
     from megatron_fssdp.megatron_adapter.iterations.attachment import current
 
@@ -147,7 +141,7 @@ def say_plans() -> None:
             say(0, iterations=model.num_done, seen=seen, moved=not owners.is_even)
 
 
-def say(rank: int | None = None, **facts: Any) -> None:
+def say(rank=None, **facts):
     """Print a line of JSON, on one rank or on the last one."""
     wanted = int(os.environ["WORLD_SIZE"]) - 1 if rank is None else rank
     if int(os.environ["RANK"]) == wanted:
@@ -155,16 +149,16 @@ def say(rank: int | None = None, **facts: Any) -> None:
         sys.stdout.flush()
 
 
-def norms_of_experts(weights: dict[str, torch.Tensor]) -> dict[str, float]:
+def norms_of_experts(weights):
     """Norms of the experts' matrices by name, as in ``model.layers.0.mlp.experts.3.up_proj.weight``."""
     return {name: weight.double().norm().item() for name, weight in sorted(weights.items())}
 
 
-def _empty_class(name: str, module: str) -> type[torch.nn.Module]:
+def _empty_class(name, module):
     return type(name, (torch.nn.Module,), {"__module__": module})
 
 
-def _add_module(name: str, **members: Any) -> types.ModuleType:
+def _add_module(name, **members):
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
     module.__path__ = []

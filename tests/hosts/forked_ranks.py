@@ -14,9 +14,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _MODULES = {
@@ -34,7 +32,7 @@ class Run:
     codes: list[int]
     log: str
 
-    def values(self, name: str) -> list[Any]:
+    def values(self, name):
         """The values of a name in all printed lines of JSON."""
         lines = (json.loads(line) for line in self.log.splitlines() if line.startswith('{"'))
         return [line[name] for line in lines if name in line]
@@ -43,26 +41,26 @@ class Run:
 class Host:
     """A host, imported once; ``folder`` gets the output of its ranks."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name, folder):
         self._script, self._folder = str(ROOT / f"tests/hosts/{name}_training.py"), folder
-        self._stock: dict[tuple[str, int], Run] = {}
+        self._stock = {}
         self.pipe, theirs = (context := get_context("spawn")).Pipe()
         context.Process(target=_serve, args=(name, str(folder), theirs)).start()  # It ends with the pipe.
 
-    def run(self, options: str, *, ranks: int = 2, launcher: bool = False, **environment: str) -> Run:
+    def run(self, options, *, ranks=2, launcher=False, **environment):
         """Run the script with options, also under the plugin's launcher."""
         self.pipe.send(([self._script, *options.split()], ranks, launcher, environment))
         codes = self.pipe.recv()
         files = (self._folder / f"{name}-{rank}" for name in ("out", "err") for rank in range(ranks))
         return Run(codes, "\n".join(file.read_text() for file in files))
 
-    def stock(self, options: str, ranks: int = 2) -> Run:
+    def stock(self, options, ranks=2):
         """The run without the plugin, which is made once."""
         if (options, ranks) not in self._stock:
             self._stock[options, ranks] = self.run(options, ranks=ranks)
         return self._stock[options, ranks]
 
-    def launch(self, options: str, **environment: str) -> Run:
+    def launch(self, options, **environment):
         """Run the script under torchrun and the plugin's launcher, in processes of their own."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         program = [*torchrun, "-m", "megatron_fssdp", self._script, *options.split()]
@@ -71,7 +69,7 @@ class Host:
         return Run([done.returncode], done.stdout + done.stderr)
 
 
-def _serve(name: str, folder: str, pipe: Connection) -> None:
+def _serve(name, folder, pipe):
     os.environ |= _FIXED
     from tests.hosts import cpu_stand_ins
 
@@ -107,8 +105,8 @@ def _codes(folder, program, ranks, launcher, environment):
     return codes
 
 
-def _code(program: list[str], launcher: bool) -> int:
-    code: Any = 0
+def _code(program, launcher):
+    code = 0
     try:
         if launcher:
             from megatron_fssdp.megatron_adapter.entry.launcher import launch

@@ -1,16 +1,14 @@
 """Fine-tunes a tiny MoE model by ms-swift's own ``megatron sft`` on CPU ranks; prints lines of JSON.
 
 ``torchrun --nproc-per-node 2 tests/hosts/swift_training.py --folder FOLDER``, with or without
-``-m megatron_fssdp`` before the script. Arguments that are unknown here go to ms-swift
-The last rank prints a line for each step, with loss and gradient norm. Rank 0 prints
-the classes of the model first, and last the norms of the experts' weights in the exported model.
+``-m megatron_fssdp`` before the script. Arguments that are unknown here go to ms-swift. The last rank prints
+a line for each step, with loss and gradient norm. Rank 0 prints the norms of the exported experts last.
 """
 
 import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -31,7 +29,7 @@ FLAGS = """
 """
 
 
-def parsed_options() -> tuple[argparse.Namespace, list[str]]:
+def parsed_options():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
@@ -43,20 +41,15 @@ def parsed_options() -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args()
 
 
-def report_lines() -> None:
+def report_lines():
     """Register a callback of ms-swift that prints steps and evaluations."""
     from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 
     class JsonLines(MegatronCallback):
-        def on_train_begin(self) -> None:
-            chunks = self.trainer.unwrapped_models
-            names = sorted({type(one).__name__ for chunk in chunks for one in chunk.modules()})
-            say(0, wrapper=type(self.trainer.wrapped_models[0]).__name__, classes=names)
-
-        def on_train_end(self) -> None:
+        def on_train_end(self):
             cpu_stand_ins.say_plans()
 
-        def on_log(self, logs: dict[str, Any]) -> None:
+        def on_log(self, logs):
             cpu_stand_ins.say_plans()  # The export at the end brings moved experts home.
             if "grad_norm" in logs:
                 norm = float(logs["grad_norm"])
@@ -67,7 +60,7 @@ def report_lines() -> None:
     megatron_callbacks_map["json_lines"] = JsonLines
 
 
-def main() -> None:
+def main():
     options, of_swift = parsed_options()
     # Rank 0 of a new folder makes its caches, too.
     os.environ.setdefault("HF_HOME", str(options.folder / "hugging_face"))
@@ -92,7 +85,7 @@ def main() -> None:
         exported = sorted(output.glob(f"checkpoint-{options.steps}*/*.safetensors"))
         weights = {name: weight for file in exported for name, weight in load_file(file).items()}
         experts = {name: weight for name, weight in weights.items() if ".experts." in name}
-        say(0, experts=cpu_stand_ins.norms_of_experts(experts), files=[str(file) for file in exported])
+        say(0, experts=cpu_stand_ins.norms_of_experts(experts))
 
 
 if __name__ == "__main__":

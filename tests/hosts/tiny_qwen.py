@@ -4,8 +4,6 @@ import json
 import os
 import random
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +16,7 @@ _TEMPLATE = (
 _WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda")
 
 
-def model_and_data(folder: Path) -> tuple[Path, Path]:
+def model_and_data(folder):
     """Return the folder of the model and the file of conversations, which rank 0 makes."""
     made = folder / "tiny_qwen"
     if os.environ.get("RANK", "0") == "0" and not made.is_dir():
@@ -34,7 +32,7 @@ def model_and_data(folder: Path) -> tuple[Path, Path]:
     return made, made / "conversations.jsonl"
 
 
-def config_of(num_layers: int, vocab_size: int, num_groups: int, **rest: Any) -> Any:
+def config_of(num_layers, vocab_size, num_groups, **rest):
     """The configuration of a tiny model in the Hugging Face format."""
     from transformers import Qwen3MoeConfig
 
@@ -44,7 +42,7 @@ def config_of(num_layers: int, vocab_size: int, num_groups: int, **rest: Any) ->
     return Qwen3MoeConfig(**heads, **experts, **sizes, tie_word_embeddings=False, **rest)
 
 
-def _save_model(folder: Path) -> None:
+def _save_model(folder):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
@@ -70,7 +68,7 @@ def _save_model(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _save_conversations(file: Path) -> None:
+def _save_conversations(file):
     drawn = random.Random(3)
     with file.open("w", encoding="utf-8") as lines:
         for _ in range(64):

@@ -3,7 +3,7 @@
 ``torchrun --nproc-per-node 2 tests/hosts/verl_training.py --folder FOLDER``. Steps are those of PPO: the
 actor's log-probabilities, then two epochs of two mini-batches, then weights for the rollout. The last rank
 prints a line for each mini-batch, with loss and gradient norm, and one for each forward-only pass. Rank 0
-prints the classes of the model first, and last the norms of the exported weights.
+prints the norms of the exported weights last.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import functools
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -38,7 +37,7 @@ FUSIONS = """
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def parsed_options() -> argparse.Namespace:
+def parsed_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for the model")
     parser.add_argument("--attach", metavar="NAME", help="strategy for megatron_fssdp.attach")
@@ -53,13 +52,13 @@ def parsed_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def use_gloo() -> None:
+def use_gloo():
     """Begin process groups of CPU ranks, whose reductions know averages, and let verl ask for memory."""
     torch.cuda.mem_get_info = lambda *_: (0, 0)
     dist.init_process_group("gloo")
     all_reduce = dist.all_reduce
 
-    def averaging(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **rest: Any) -> Any:
+    def averaging(tensor, op=dist.ReduceOp.SUM, group=None, **rest):
         if op != dist.ReduceOp.AVG:
             return all_reduce(tensor, op=op, group=group, **rest)
         all_reduce(tensor, group=group)
@@ -71,10 +70,10 @@ def use_gloo() -> None:
 class PackedAttention(torch.nn.Module):
     """Causal attention inside of packed sequences, in place of Transformer Engine's."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **_):
         super().__init__()
 
-    def forward(self, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any, **__: Any) -> Any:
+    def forward(self, query, key, value, *_, packed_seq_params, **__):
         ends, results = packed_seq_params.cu_seqlens_q.tolist(), []
         for begin, end in itertools.pairwise(ends):
             heads = (one[begin:end].transpose(0, 1) for one in (query, key, value))
@@ -83,7 +82,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(results)
 
 
-def local_layers(config: Any, vp_stage: int | None = None) -> Any:
+def local_layers(config, vp_stage=None):
     from megatron.core.models.gpt import gpt_layer_specs
 
     if not hasattr(gpt_layer_specs.get_gpt_decoder_block_spec, "__wrapped__"):
@@ -96,7 +95,7 @@ def local_layers(config: Any, vp_stage: int | None = None) -> Any:
     return block
 
 
-def worker_of(options: argparse.Namespace, kind: str) -> Any:
+def worker_of(options, kind):
     """verl's worker of the actor, the critic or the reference."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
@@ -121,7 +120,7 @@ def worker_of(options: argparse.Namespace, kind: str) -> Any:
     return worker
 
 
-def engine_of(options: argparse.Namespace, kind: str) -> Any:
+def engine_of(options, kind):
     from verl.workers.config import McoreEngineConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
 
@@ -144,7 +143,7 @@ def engine_of(options: argparse.Namespace, kind: str) -> Any:
     return engine
 
 
-def policy_loss() -> Any:
+def policy_loss():
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
@@ -152,14 +151,14 @@ def policy_loss() -> Any:
     return functools.partial(ppo_loss, config=config)
 
 
-def value_loss() -> Any:
+def value_loss():
     from verl.workers.config import CriticConfig
     from verl.workers.utils.losses import value_loss
 
     return functools.partial(value_loss, config=CriticConfig(strategy="megatron", use_dynamic_bsz=True))
 
 
-def answers(step: int, replica: int) -> dict[str, torch.Tensor]:
+def answers(step, replica):
     """Prompts and responses of several lengths, padded at the left and at the right, with advantages."""
     drawn = torch.Generator().manual_seed(1000 * step + replica)
     prompt, response = torch.randint(3, WIDTH + 1, (2, SAMPLES, 1), generator=drawn)
@@ -182,14 +181,14 @@ def answers(step: int, replica: int) -> dict[str, torch.Tensor]:
 class Phases:
     """What verl's trainer asks its workers to do with samples."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options):
         self.options = options
         kinds = [kind for kind in ("reference", "critic") if getattr(options, kind)]
         self.workers = {kind: worker_of(options, kind) for kind in (*kinds, "actor")}
         engine = self.workers["actor"].engine
         self.replica, self.num_replicas = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
 
-    def _data(self, found: dict[str, Any], kind: str, **facts: Any) -> Any:
+    def _data(self, found, kind, **facts):
         from verl.utils import tensordict_utils
         from verl.workers.utils.padding import left_right_2_no_padding
 
@@ -199,7 +198,7 @@ class Phases:
         tensordict_utils.assign_non_tensor(data, temperature=1.0, **facts)
         return data
 
-    def infer(self, kind: str, key: str, found: dict[str, Any]) -> torch.Tensor:
+    def infer(self, kind, key, found):
         """Return log-probabilities or values of the samples, which the driver gives to all stages."""
         from verl.workers.utils.padding import no_padding_2_padding
 
@@ -208,7 +207,7 @@ class Phases:
         mine = None
         if output is not None:
             mine = self.replica, no_padding_2_padding(output[key], data), output.get("routed_experts", None)
-        of_ranks: list[Any] = [None] * dist.get_world_size()
+        of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, mine)
         _, result, routes = next(one for one in of_ranks if one is not None and one[0] == self.replica)
         if routes is not None:
@@ -216,7 +215,7 @@ class Phases:
         say(evaluation={kind: result.double().norm().item()})
         return result
 
-    def train(self, kind: str, found: dict[str, Any]) -> None:
+    def train(self, kind, found):
         from verl.utils import tensordict_utils
 
         batch = MINI_BATCH * self.num_replicas
@@ -229,18 +228,16 @@ class Phases:
             say(kind=kind, loss=loss, gradient_norm=norm)
 
 
-def main() -> None:
+def main():
     options = parsed_options()
     cpu_stand_ins.install()
     use_gloo()
     cpu_stand_ins.attach(options.attach, options.settings)
     phases = Phases(options)
     actor = phases.workers["actor"]
-    names = sorted({type(one).__name__ for chunk in actor.engine.module for one in chunk.modules()})
-    say(0, wrapper=type(actor.engine.module[0]).__name__, classes=names)
     if options.load:
         actor.load_checkpoint(options.load)
-    weights: dict[str, torch.Tensor] = {}
+    weights = {}
     steps = range(options.first_step, options.first_step + options.steps)
     for step in steps:
         found = answers(step, phases.replica)

@@ -1,8 +1,6 @@
 """Gradients of every expert, as the optimizer gets them, by layer and expert instead of by Parameter."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +13,11 @@ SMALL = 0.01  # Gradients below this share of an iteration's largest one may dif
 Norms = dict[tuple[str, int, int, int], float]
 
 
-def record(norms: list[Norms]) -> None:
+def record(norms):
     """On a rank, add the norms of this rank's experts at each step of the optimizer."""
     from megatron.training import training
 
-    def recorded(setup: Any, *args: Any, **kwargs: Any) -> Any:
+    def recorded(setup, *args, **kwargs):
         model, optimizer, scheduler = setup(*args, **kwargs)
         if optimizer is not None:  # A run that only evaluates has none.
             wrap(optimizer, "step", lambda step: norms.append(_norms(model)) or step())
@@ -28,7 +26,7 @@ def record(norms: list[Norms]) -> None:
     wrap(training, "setup_model_and_optimizer", recorded)
 
 
-def assert_close(got: tuple[Norms, ...], wanted: tuple[Norms, ...], bound: float) -> None:
+def assert_close(got, wanted, bound):
     """Check the relative differences in each iteration; an overflow of fp16 must be in both runs."""
     assert len(got) == len(wanted) > 0
     for iteration, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
@@ -41,7 +39,7 @@ def assert_close(got: tuple[Norms, ...], wanted: tuple[Norms, ...], bound: float
             )
 
 
-def _norms(model: list[Any]) -> Norms:
+def _norms(model):
     from megatron.core import parallel_state
 
     experts, part = dict(_experts(model)), parallel_state.get_expert_tensor_parallel_rank()
@@ -54,7 +52,7 @@ def _norms(model: list[Any]) -> Norms:
     }
 
 
-def _experts(model: list[Any]) -> Iterator[tuple[tuple[str, int], tuple[Any, ...]]]:
+def _experts(model):
     """Yield layer, number and Parameters of the experts that this rank owns, wherever they are."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -71,7 +69,7 @@ def _experts(model: list[Any]) -> Iterator[tuple[tuple[str, int], tuple[Any, ...
             yield from (((number, expert), parameters) for expert, parameters in experts.items())
 
 
-def _reduced(model: list[Any], owned: set[Any]) -> dict[Any, torch.Tensor]:
+def _reduced(model, owned):
     """Whole gradients. With a distributed optimizer, each rank has the sums of its own shard of a bucket."""
     found = {}
     for group in (

@@ -4,7 +4,6 @@ Every rank gathers the tokens of all ranks, which must have equally many. Autogr
 """
 
 import os
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -13,21 +12,21 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 
-def install_fused_dispatch() -> None:
+def install_fused_dispatch():
     """Let Megatron's flex dispatcher use the stand-ins in this process."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    module: Any = token_dispatcher
+    module = token_dispatcher
     module.fused_dispatch, module.fused_combine = _deepep_dispatch, _deepep_combine
     module.hybrid_ep_dispatch, module.hybrid_ep_combine = _hybridep_dispatch, _hybridep_combine
     module.set_deepep_num_sms = lambda number: None
 
 
-def _gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+def _gather(x, group):
     return gather_from_sequence_parallel_region(x, group=group)
 
 
-def _scatter_sums(rows: torch.Tensor, token: torch.Tensor, num_tokens: int, group: Any) -> torch.Tensor:
+def _scatter_sums(rows, token, num_tokens, group):
     sums = rows.new_zeros(num_tokens, rows.shape[1]).index_add(0, token, rows)
     return reduce_scatter_to_sequence_parallel_region(sums, group=group)
 
@@ -44,7 +43,7 @@ def _deepep_dispatch(x, indices, probs, num_experts, group, **_):
     return rows[token], torch.where(is_here, local, -1)[token], probs[token], counts, handle
 
 
-def _deepep_combine(x: torch.Tensor, group: Any, handle: Any, **_: Any) -> tuple[torch.Tensor, None]:
+def _deepep_combine(x, group, handle, **_):
     return _scatter_sums(x, *handle, group), None
 
 
@@ -60,5 +59,5 @@ def _hybridep_dispatch(*, x, routing_map, probs, group, num_local_experts, **_):
     return rows[token], probs[token, expert], None, chosen.sum(dim=1), handle
 
 
-def _hybridep_combine(*, x: torch.Tensor, handle: Any, **_: Any) -> torch.Tensor:
+def _hybridep_combine(*, x, handle, **_):
     return _scatter_sums(x, *handle)

@@ -13,7 +13,6 @@ micro-batch; autograd then gets no gradient, or a tensor without meaning if the 
 import dataclasses
 import weakref
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -34,9 +33,9 @@ class _GroupedMatmul(torch.autograd.Function):
         return torch.cat(outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx, gradient):
         x, *weights = ctx.saved_tensors
-        of_weights: list[torch.Tensor | None] = []
+        of_weights = []
         of_x, of_biases = [], []
         parts = zip(gradient.split(ctx.m_splits), x.split(ctx.m_splits), weights, strict=True)
         for index, (part, rows, weight) in enumerate(parts):
@@ -45,7 +44,7 @@ class _GroupedMatmul(torch.autograd.Function):
             if ctx.store.delay_wgrad_compute():
                 of_weights.append(None)
                 continue
-            of_weight: torch.Tensor | None = part.t() @ rows
+            of_weight = part.t() @ rows
             if ctx.fuses:
                 original = ctx.weight_refs[index]()
                 assert original is not None, "weight was removed while fuse_wgrad_accumulation=True"
@@ -66,35 +65,35 @@ class _GroupedMatmul(torch.autograd.Function):
 class WeightGradStore:
     """Rows and gradients from which ``backward_dw`` computes the weights' gradients."""
 
-    def __init__(self, delays: bool = False) -> None:
+    def __init__(self, delays=False):
         self._delays = delays
-        self.waiting: list[Any] = []
+        self.waiting = []
 
-    def delay_wgrad_compute(self) -> bool:
+    def delay_wgrad_compute(self):
         return self._delays
 
 
 class GroupedLinear(torch.nn.Module):
     def __init__(
         self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
+        num_gemms,
+        input_size,
+        output_size,
         *,
-        shard_axis: int,
-        bias: bool,
-        pg_collection: Any,
-        config: Any,
-        init_method: Any,
-        skip_bias_add: bool,
-        fuses: bool = False,
-        **unused: Any,
-    ) -> None:
+        shard_axis,
+        bias,
+        pg_collection,
+        config,
+        init_method,
+        skip_bias_add,
+        fuses=False,
+        **unused,
+    ):
         super().__init__()
         self.num_gemms, self.shard_axis, self.groups = num_gemms, shard_axis, pg_collection
         self.use_bias, self.te_return_bias = bias, skip_bias_add and bias
         self.is_first_microbatch = True
-        self._fp8_workspaces: dict[str, torch.Tensor] = {}
+        self._fp8_workspaces = {}
         self.wgrad_store = WeightGradStore(
             config.delay_wgrad_compute or config.overlap_dispatch_backward_with_experts_wgrad
         )
@@ -115,7 +114,7 @@ class GroupedLinear(torch.nn.Module):
         for parameter in self.parameters():
             parameter.allreduce = pg_collection.ep.size() == 1
 
-    def forward(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    def forward(self, x, m_splits):
         is_first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
@@ -127,7 +126,7 @@ class GroupedLinear(torch.nn.Module):
         self.is_first_microbatch = False
         return output, biases if self.te_return_bias else None
 
-    def backward_dw(self) -> None:
+    def backward_dw(self):
         for index, (rows, gradient) in enumerate(zip(*self.wgrad_store.waiting.pop(0), strict=True)):
             weight, of_weight = getattr(self, f"weight{index}"), gradient.t() @ rows
             if self.fuse_wgrad_accumulation:
@@ -135,7 +134,7 @@ class GroupedLinear(torch.nn.Module):
             else:
                 weight.grad = of_weight
 
-    def sharded_state_dict(self, prefix: str, sharded_offsets: Any, metadata: dict[str, Any]) -> Any:
+    def sharded_state_dict(self, prefix, sharded_offsets, metadata):
         from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -167,7 +166,7 @@ class GroupedLinear(torch.nn.Module):
         return state
 
 
-def grouped_experts(*, fuses: bool = False) -> Any:
+def grouped_experts(*, fuses=False):
     """Builder of Megatron's grouped experts with stand-ins, which may add gradients to ``main_grad``."""
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
@@ -178,7 +177,7 @@ def grouped_experts(*, fuses: bool = False) -> Any:
     return partial(TEGroupedMLP, submodules=linears)
 
 
-def fake_grouped_experts(mlp: Any, *, fuses: bool = False) -> Any:
+def fake_grouped_experts(mlp, *, fuses=False):
     """Submodules of a layer with :func:`grouped_experts`."""
     return dataclasses.replace(
         mlp.keywords["submodules"], experts=grouped_experts(fuses=fuses), shared_experts=None

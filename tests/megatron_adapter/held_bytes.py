@@ -1,21 +1,18 @@
 """Bytes of Parameters and of what optimizers keep for them."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 
-def state_bytes(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> int:
+def state_bytes(optimizer, parameters):
     """Bytes that this rank's optimizer keeps for Parameters, beside them."""
     kept = [one for p in parameters for one in _optimizer_states(optimizer, p)]
     storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     return num_bytes([one for one in kept if one.untyped_storage().data_ptr() not in storages])
 
 
-def _optimizer_states(optimizer: Any, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+def _optimizer_states(optimizer, parameter):
     """The master weight, which can be the Parameter itself, and after a step states of its size."""
-    states: list[Any] = []
+    states = []
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(member, "model_param_gbuf_map"):
             if parameter in member.model_param_gbuf_map:
@@ -27,5 +24,5 @@ def _optimizer_states(optimizer: Any, parameter: torch.nn.Parameter) -> list[tor
     return [one.data for one in states if torch.is_tensor(one) and one.dim()]
 
 
-def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
+def num_bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts.docs import recipes
-from scripts.docs.recipes import LEFT_OUT, Flags, words_of
+from scripts.docs.recipes import LEFT_OUT, words_of
 
 from .fused_dispatch import install_fused_dispatch
 from .training.parity.test_prepared_trainings import build_grouped_experts
@@ -109,7 +109,7 @@ def _layers(recipe, pipeline):
     elif "--num-layers-per-virtual-pipeline-stage" in recipe.flags:
         virtual = 2
     chunks = min(virtual, 2) if pipeline > 1 else 1
-    flags: Flags = {"--num-layers": num_layers}
+    flags = {"--num-layers": num_layers}
     if layout is not None:
         stages = ["t" * (num_layers // (pipeline * chunks))] * (pipeline * chunks)
         flags["--pipeline-model-parallel-layout"] = f"E{'|'.join(stages)}{'m' * later}L"
@@ -123,7 +123,7 @@ def _layers(recipe, pipeline):
 
 
 def _experts(recipe):
-    flags: Flags = {"--num-experts": min(recipe.size("--num-experts"), 16)}
+    flags = {"--num-experts": min(recipe.size("--num-experts"), 16)}
     flags["--moe-router-topk"] = min(recipe.size("--moe-router-topk", 2), 4)
     if "--moe-router-num-groups" in recipe.flags:
         flags |= {"--moe-router-num-groups": 4, "--moe-router-group-topk": 2}
@@ -131,7 +131,7 @@ def _experts(recipe):
 
 
 def _attention(recipe):
-    sizes: Flags = {"--num-query-groups": 2, "--moe-shared-expert-intermediate-size": 32}
+    sizes = {"--num-query-groups": 2, "--moe-shared-expert-intermediate-size": 32}
     if "--multi-latent-attention" in recipe.flags:
         sizes["--q-lora-rank"] = 16
     flags = {flag: size for flag, size in sizes.items() if flag in recipe.flags}
@@ -150,7 +150,7 @@ def test_the_table_is_that_of_the_code():
 
 def _small_copies():
     """The different small copies, by the name of the first recipe with each of them."""
-    names: dict[SmallCopy, str] = {}
+    names = {}
     for recipe in FOUND:
         if recipe.obstacle is None:
             names.setdefault(small_copy(recipe), recipe.name)

@@ -9,8 +9,6 @@ import queue
 import re
 import shlex
 import sys
-import textwrap
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -21,13 +19,15 @@ import pytest
 
 from megatron_fssdp.megatron_adapter.wrapping import wrap as wrap
 from megatron_fssdp.testing import run_ranks
+from tests.support.python_process import ROOT
+from tests.support.tables import cells
 from tests.support.training_preload import TRAINING_PRELOAD
 
 from .expert_gradients import Norms
 from .expert_gradients import assert_close as assert_gradients_close
 from .expert_gradients import record as record_expert_gradients
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 SCRIPT = SCRIPTS / "pretrain_gpt.py"
 
 # Small sizes, the CPU's part of a command line, and no logs and evaluations.
@@ -80,14 +80,9 @@ SHORT_AVERAGES = "--adam-beta1 0.8 --adam-beta2 0.9"
 NAMES = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, str)}
 
 
-def rows(table: str, **names: str) -> dict[str, list[str]]:
-    """Read a table by the first cells of its rows: ``name | cell | cell``.
-
-    Short names in braces, and more names, are replaced. Lines that are indented more go on with their row.
-    """
-    table = textwrap.dedent(table.format_map({**NAMES, **names})).strip().replace("\n ", " ")
-    cells = ([cell.strip() for cell in row.split("|")] for row in table.splitlines())
-    return {name: others for name, *others in cells}
+def rows(table, **names):
+    """Read a table by the first cells of its rows; short names of arguments, and more names, are replaced."""
+    return {name: others for name, *others in cells(table, **{**NAMES, **names})}
 
 
 HALF = (2e-3, 2e-2)  # bounds of losses and norms in half precision
@@ -123,23 +118,23 @@ class TrainingRun:
     expert_gradients: tuple[Norms, ...] = ()  # at each step of the optimizer, of the rank's own experts
 
     @property
-    def all_losses(self) -> tuple[float, ...]:
+    def all_losses(self):
         return self.losses + self.other_losses
 
 
 def train_on_all_ranks(
-    world_size: int,
-    arguments: str,
-    data: Path,
+    world_size,
+    arguments,
+    data,
     *,
-    strategy: str | None = None,
-    model: Model = GPT,
-    before: Callable[[], None] | None = None,
-    launcher: bool = True,
-    env: dict[str, str] | None = None,
-    timeout_s: float = 900,
-    grace_s: float = 0.1,
-) -> list[TrainingRun]:
+    strategy=None,
+    model=GPT,
+    before=None,
+    launcher=True,
+    env=None,
+    timeout_s=900,
+    grace_s=0.1,
+):
     """Train a tiny model with more arguments, of which later ones win; short names in braces are replaced.
 
     A ``strategy`` has its settings behind it, as in ``fssdp slots=2``. ``before`` is a function at the top of
@@ -157,7 +152,7 @@ def train_on_all_ranks(
     )
 
 
-def train(world_size: int, arguments: str, data: Path, **options: Any) -> TrainingRun:
+def train(world_size, arguments, data, **options):
     """As :func:`train_on_all_ranks`; it must succeed. Returns what the last rank with losses saw.
 
     Messages, notes and experts are those of all ranks.
@@ -172,20 +167,20 @@ def train(world_size: int, arguments: str, data: Path, **options: Any) -> Traini
     return replace(last, messages=messages, notes=notes, expert_gradients=norms)
 
 
-def slow(names: Iterable[Any]) -> list[Any]:
+def slow(names):
     """Parameters of a test that are not part of the default run."""
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-_notes: list[Any] = []
+_notes = []
 
 
-def note(value: Any) -> None:
+def note(value):
     """On a rank, keep something for :attr:`TrainingRun.notes`."""
     _notes.append(value)
 
 
-def messages_of(logger: str) -> list[str]:
+def messages_of(logger):
     """A list that gets the messages of a logger on this rank at level INFO and above."""
     messages, handler = list[str](), logging.Handler(logging.INFO)
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -193,11 +188,11 @@ def messages_of(logger: str) -> list[str]:
     return messages
 
 
-def add_to_logits(hot: Callable[[Any], list[int]], bias: float) -> None:
+def add_to_logits(hot, bias):
     """On a rank, make experts hot: those that a function of the gate's logits names."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    def skewed(gating: Any, router: Any, hidden: Any) -> Any:
+    def skewed(gating, router, hidden):
         logits = gating(router, hidden)
         extra = logits.new_zeros(logits.shape)
         extra[..., hot(logits)] = bias
@@ -206,7 +201,7 @@ def add_to_logits(hot: Callable[[Any], list[int]], bias: float) -> None:
     wrap(TopKRouter, "gating", skewed)
 
 
-def before_iterations(do: Callable[[int, Any, Any], object]) -> None:
+def before_iterations(do):
     """On a rank, call a function with an iteration's number, the model and the optimizer before it.
 
     The plugin wraps Megatron's ``train_step`` in turn, so that re-sharding is over.
@@ -220,13 +215,13 @@ def before_iterations(do: Callable[[int, Any, Any], object]) -> None:
     wrap(training, "train_step", step)
 
 
-def without_variables(arguments: str) -> tuple[str, dict[str, str]]:
+def without_variables(arguments):
     """Take environment variables out of arguments, as a shell does in front of a command."""
     variables = dict[str, str](re.findall(r"\b([A-Z_]+)=(\S+)", arguments))
     return re.sub(r"\b[A-Z_]+=\S+", "", arguments), variables
 
 
-def flags(strategy: str, **more: object) -> str:
+def flags(strategy, **more):
     """Return the options for a strategy and its settings, such as ``fssdp slots=2 FSSDP_CHECK_PLANS=1``."""
     name, *settings = strategy.split()
     settings += [f"{key}={value}" for key, value in more.items()]
@@ -234,17 +229,17 @@ def flags(strategy: str, **more: object) -> str:
     return " ".join([f"--moe-strategy {name}", *words])
 
 
-def share_exactly() -> None:
+def share_exactly():
     """Let ``fssdp`` share tokens out by exact counts, which price would hardly ever choose on CPU ranks."""
     from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
-    def exact(before_gate: Any, *given: Any) -> Any:
+    def exact(before_gate, *given):
         return replace(before_gate(*given), dispatch_policy="exact")
 
     wrap(FssdpStrategy, "before_gate", exact)
 
 
-def relative_difference(got: tuple[float, ...], wanted: tuple[float, ...]) -> float:
+def relative_difference(got, wanted):
     assert len(got) == len(wanted) > 0
     return max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
 
@@ -263,7 +258,7 @@ def assert_close(run, to, losses=1e-05, norms=0.0001, *, since=0):
         assert relative_difference(run.grad_norms, to.grad_norms[since:]) <= norms
 
 
-def assert_equal(run: TrainingRun, to: TrainingRun, *, since: int = 0) -> None:
+def assert_equal(run, to, *, since=0):
     """Check that a run has the bits of another one, whose first iterations can be left out."""
     assert len(run.losses) > 0
     assert (run.losses, run.grad_norms) == (to.losses[since:], to.grad_norms[since:])
@@ -271,7 +266,7 @@ def assert_equal(run: TrainingRun, to: TrainingRun, *, since: int = 0) -> None:
     assert since or run.other_losses == to.other_losses
 
 
-def command_line(model: Model, arguments: str, data: Path) -> list[str]:
+def command_line(model, arguments, data):
     return [
         str(model.script),
         *shlex.split(model.arguments),
@@ -292,7 +287,7 @@ def train_on_rank(rank, world_size, argv, before, launcher):
 
     losses, other_losses, grad_norms = list[float](), list[float](), list[float]()
 
-    def recording_step(step: Any, *args: Any, **kwargs: Any) -> Any:
+    def recording_step(step, *args, **kwargs):
         result = step(*args, **kwargs)
         if result[0]:
             loss, *others = map(float, result[0].values())
@@ -303,7 +298,7 @@ def train_on_rank(rank, world_size, argv, before, launcher):
         return result
 
     wrap(training, "train_step", recording_step)
-    norms: list[Norms] = []
+    norms = []
     record_expert_gradients(norms)
     # A synchronous save returns its results by this queue. Megatron's own queue takes a process, and seconds.
     filesystem_async._results_queue = queue.Queue()

@@ -1,24 +1,19 @@
 import os
 import shutil
 import sys
-from pathlib import Path
-from types import ModuleType
 
-import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from devtools.measured_profile import CHEAP_TO_MOVE as PROFILE
 from megatron_fssdp.planning import compiled_form, quotas, search
 from megatron_fssdp.planning.compiled_form import kernel_form
 from megatron_fssdp.planning.dispatch import token_dispatch
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer import transfer_plan
 from megatron_fssdp.strategies import plan_price
 from megatron_fssdp.strategies.prophet import prophet_strategy
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.support.python_process import python_output
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
@@ -36,9 +31,7 @@ with pytest.MonkeyPatch.context() as patch:
     PLAIN = compiled_form.plain_kernels()
 
 
-def plans(
-    form: dict[str, ModuleType], topology: Topology, owner_E: np.ndarray, counts_DE: np.ndarray
-) -> list[object]:
+def plans(form, topology, owner_E, counts_DE):
     """What every kernel finds for one layer."""
     with pytest.MonkeyPatch.context() as patch:
         for user in USERS:
@@ -69,20 +62,20 @@ def plans(
 
 @needs_compiled
 @examples(15)
-@given(owned_layers(), st.integers(0, 2**32 - 1))
-def test_both_forms_find_the_same(case: tuple[Topology, np.ndarray], seed: int) -> None:
+@given(owned_layers(), SEEDS)
+def test_both_forms_find_the_same(case, seed):
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
     assert plans(PLAIN, topology, owner_E, counts_DE) == plans(COMPILED, topology, owner_E, counts_DE)
 
 
-def form_of(package: Path) -> str:
+def form_of(package):
     """The form that a copy of the sources finds."""
     code = "from megatron_fssdp.planning.compiled_form import kernel_form; print(kernel_form())"
     return python_output("-c", code, cwd=package, PYTHONPATH=str(package)).strip()
 
 
-def test_without_an_extension_of_the_present_source_planning_is_plain_python(tmp_path: Path) -> None:
+def test_without_an_extension_of_the_present_source_planning_is_plain_python(tmp_path):
     root = compiled_form.FOLDER.parents[2]
     package = tmp_path / "megatron_fssdp"
     shutil.copytree(root / "megatron_fssdp", package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -96,6 +89,6 @@ def test_without_an_extension_of_the_present_source_planning_is_plain_python(tmp
     assert form_of(tmp_path) == "plain Python, about 100 times slower (not compiled from the present source)"
 
 
-def test_every_kernel_is_compiled_and_named() -> None:
+def test_every_kernel_is_compiled_and_named():
     sources = {path.stem for path in compiled_form.FOLDER.glob("[!_]*.py")}
     assert sources == set(compiled_form.NAMES) == {path.stem for path in compiled_form.FOLDER.glob("*.pxd")}

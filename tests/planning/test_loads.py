@@ -15,7 +15,7 @@ from megatron_fssdp.planning.loads import (
 )
 
 
-def test_load_statistics_equal_those_worked_out_by_hand() -> None:
+def test_load_statistics_equal_those_worked_out_by_hand():
     assert max_over_mean(np.array([6, 2, 4])) == 1.5
     assert max_over_mean(np.zeros(3)) == 1.0
     # A quarter of the pairs moved from the first expert to the last.
@@ -26,7 +26,7 @@ def test_load_statistics_equal_those_worked_out_by_hand() -> None:
     assert balance_ratio(np.array([4, 4]), np.array([4, 4])) == 1
 
 
-def test_a_jump_is_told_from_drift() -> None:
+def test_a_jump_is_told_from_drift():
     before_E = np.array([400, 200, 200, 200])
     assert not has_jumped(before_E, before_E)
     assert not has_jumped(np.array([250, 300, 250, 200]), before_E)  # 15 % of the load moved
@@ -36,7 +36,7 @@ def test_a_jump_is_told_from_drift() -> None:
 
 
 @given(seed=st.integers(0, 10_000), total=st.integers(4, 3000), num_experts=st.integers(2, 64))
-def test_sampling_noise_is_not_a_jump(seed: int, total: int, num_experts: int) -> None:
+def test_sampling_noise_is_not_a_jump(seed, total, num_experts):
     """Two draws from one distribution never count as a jump, however few tokens there are."""
     rng = np.random.default_rng(seed)
     share_E = rng.dirichlet(np.full(num_experts, 0.5))
@@ -57,10 +57,10 @@ def test_mean_is_over_the_latest_iterations_only():
     assert history.mean_DE().dtype == np.float64
 
 
-def test_single_micro_batches_are_asked_for_evenly_and_belong_to_the_latest_iteration() -> None:
+def test_single_micro_batches_are_asked_for_evenly_and_belong_to_the_latest_iteration():
     history, asked = LoadHistory(3, 1, 2), []
 
-    def micro_batch(number: int) -> np.ndarray:
+    def micro_batch(number):
         asked.append(number)
         return np.array([[number, 1]])
 
@@ -77,7 +77,7 @@ def test_single_micro_batches_are_asked_for_evenly_and_belong_to_the_latest_iter
         assert [one.tolist() for one in alone.iterations_like(99)] == [counts]
 
 
-def test_an_array_that_comes_again_and_again_is_as_good_as_copies_of_it() -> None:
+def test_an_array_that_comes_again_and_again_is_as_good_as_copies_of_it():
     rng = np.random.default_rng(0)
     first, second = (frozen_array(rng.integers(0, 100, (2, 4)), np.int64) for _ in range(2))
     repeated, copied = LoadHistory(3, 2, 4), LoadHistory(3, 2, 4)
@@ -103,7 +103,7 @@ def test_bad_counts_say_what_was_wanted():
         history.append(np.array([[0, 0], [-3, 0]]))
 
 
-def test_loads_before_a_jump_are_forgotten() -> None:
+def test_loads_before_a_jump_are_forgotten():
     """After two even iterations the load moves to expert 1, so only the last two iterations count."""
     history = LoadHistory(5, 2, 4)
     even, jumped = np.full((2, 4), 100), np.array([[0, 400, 0, 0], [10, 380, 10, 0]])
@@ -116,7 +116,7 @@ def test_loads_before_a_jump_are_forgotten() -> None:
     np.testing.assert_allclose(history.forecast_DE(), jumped + 2 / 3)
 
 
-def test_a_load_that_wanders_is_predicted_by_its_last_value() -> None:
+def test_a_load_that_wanders_is_predicted_by_its_last_value():
     wandering = LoadHistory(5, 1, 2)
     rng = np.random.default_rng(3)
     position = 5000

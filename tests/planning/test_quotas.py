@@ -9,7 +9,7 @@ from megatron_fssdp.planning.quotas import quota_assignment
 TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
 
 
-def test_overflow_goes_to_the_node_of_its_tokens() -> None:
+def test_overflow_goes_to_the_node_of_its_tokens():
     """Expert 0 of device 0 has 40 tokens, all from node 1; all other loads are 0."""
     counts_DE = np.zeros((4, 8), np.int64)
     counts_DE[2, 0] = 40
@@ -20,7 +20,7 @@ def test_overflow_goes_to_the_node_of_its_tokens() -> None:
     assert one[0].tolist() == [4, 4]
 
 
-def test_nothing_moves_without_slots_or_need() -> None:
+def test_nothing_moves_without_slots_or_need():
     counts_DE = np.array([[4, 1, 1, 1, 1, 0, 0, 0]] * 4)
     assert np.count_nonzero(quota_assignment(OWNERS, counts_DE, TOPOLOGY, slots=0)) == 5
     even_DE = np.ones((4, 8), np.int64)
@@ -28,7 +28,7 @@ def test_nothing_moves_without_slots_or_need() -> None:
 
 
 @given(seed=st.integers(0, 10_000), slots=st.integers(0, 4), devices_per_node=st.sampled_from([1, 2, 4]))
-def test_all_tokens_are_assigned_within_the_slots(seed: int, slots: int, devices_per_node: int) -> None:
+def test_all_tokens_are_assigned_within_the_slots(seed, slots, devices_per_node):
     rng = np.random.default_rng(seed)
     topology = Topology.uniform(4, 4 // devices_per_node)
     counts_DE = rng.poisson(rng.gamma(0.4, 30, 8), (4, 8))

@@ -11,15 +11,14 @@ from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_search, plan_materialization
+from megatron_fssdp.planning.search import LEAST_SAVING, layer_search, plan_materialization
 from megatron_fssdp.planning.transfer.message_size import CUDA_MESSAGES, FixedMessages
 from megatron_fssdp.strategies.fastermoe.fastermoe_strategy import ShadowingCosts, select_shadows
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.support.random_placement import with_replicas
 
 from .placement_cases import owned_layers, placement_price, random_counts_DE
 
-SEEDS = st.integers(0, 2**32 - 1)
 # Two nodes of two devices, two experts each; every device sends 8 pairs, half of them to expert 0.
 TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
 HOT = np.tile([4, 1, 1, 1, 1, 0, 0, 0], (4, 1))
@@ -40,22 +39,16 @@ PLAIN = ExpertPlacement.owners_only(OWNERS, 4)
 LIVES = st.sampled_from([ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS, ReplicaLife.MICRO_BATCH])
 
 
-def search_of(
-    owner_E: np.ndarray,
-    load_DE: np.ndarray,
-    topology: Topology,
-    profile: LayerProfile,
-    life: ReplicaLife = ReplicaLife.ITERATION,
-) -> LayerSearch:
+def search_of(owner_E, load_DE, topology, profile, life=ReplicaLife.ITERATION):
     return layer_search(owner_E, load_DE, topology, profile, life=life, hides=True)
 
 
-def max_load(load_DE: np.ndarray, placement: ExpertPlacement, topology: Topology) -> float:
+def max_load(load_DE, placement, topology):
     return float(plan_dispatch("even", load_DE, placement, topology).device_tokens_D.max())
 
 
 @st.composite
-def profiles(draw: st.DrawFn) -> LayerProfile:
+def profiles(draw):
     """Profiles in which compute, links and transfers take similar times, so that each of them can decide."""
     near_s, far_s = draw(st.sampled_from([(1e-6, 1e-6), (1e-7, 1e-6), (1e-6, 3e-6)]))
     nics = draw(st.sampled_from([0, 1, 2, 8]))
@@ -80,9 +73,7 @@ def profiles(draw: st.DrawFn) -> LayerProfile:
 
 @examples(100)
 @given(seed=SEEDS, profile=profiles(), num_nodes=st.sampled_from([1, 2, 4]), life=LIVES)
-def test_the_price_equals_that_of_exact_dispatch_and_transfer(
-    seed: int, profile: LayerProfile, num_nodes: int, life: ReplicaLife
-) -> None:
+def test_the_price_equals_that_of_exact_dispatch_and_transfer(seed, profile, num_nodes, life):
     """Counts are split without remainder."""
     rng = np.random.default_rng(seed)
     counts_DE = rng.poisson(rng.gamma(0.5, 200, 8), (4, 8)) * 12
@@ -95,9 +86,7 @@ def test_the_price_equals_that_of_exact_dispatch_and_transfer(
     assert search.seconds(placement) == pytest.approx(exact_s, rel=1e-9)
 
 
-def shadowed(
-    counts_DE: np.ndarray, owner_E: np.ndarray, profile: LayerProfile, slots: int
-) -> ExpertPlacement:
+def shadowed(counts_DE, owner_E, profile, slots):
     """FasterMoE's choice, at most ``slots`` experts."""
     costs = ShadowingCosts(
         profile.token_bytes,
@@ -113,9 +102,7 @@ def shadowed(
 
 @examples(150)
 @given(owned_layers(), SEEDS, profiles(), st.integers(0, 3), LIVES)
-def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
-    case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int, life: ReplicaLife
-) -> None:
+def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(case, seed, profile, slots, life):
     """Owners only, and FasterMoE's placement. Less than LEAST_SAVING counts as no saving."""
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
@@ -132,9 +119,7 @@ def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(
 
 @examples(60)
 @given(owned_layers(), SEEDS, profiles(), st.integers(1, 3))
-def test_a_search_is_not_worse_than_the_placement_that_it_gets(
-    case: tuple[Topology, np.ndarray], seed: int, profile: LayerProfile, slots: int
-) -> None:
+def test_a_search_is_not_worse_than_the_placement_that_it_gets(case, seed, profile, slots):
     topology, owner_E = case
     searches = [
         search_of(owner_E, counts_DE, topology, profile)
@@ -149,9 +134,7 @@ def test_a_search_is_not_worse_than_the_placement_that_it_gets(
 
 @examples(100)
 @given(owned_layers(), SEEDS, st.integers(0, 11), st.integers(0, 4))
-def test_without_costs_the_highest_load_falls(
-    case: tuple[Topology, np.ndarray], seed: int, overlap_degree: int, slots: int
-) -> None:
+def test_without_costs_the_highest_load_falls(case, seed, overlap_degree, slots):
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
     limits = {"overlap_degree": overlap_degree, "slots": slots}
@@ -167,7 +150,7 @@ def test_without_costs_the_highest_load_falls(
 
 
 @pytest.mark.parametrize(("num_experts", "num_devices", "most"), [(16, 8, 1.12), (64, 32, 1.12)])
-def test_skewed_loads_end_near_balance(num_experts: int, num_devices: int, most: float) -> None:
+def test_skewed_loads_end_near_balance(num_experts, num_devices, most):
     topology, owner_E = Topology.uniform(num_devices, num_devices // 8), even_owners(num_experts, num_devices)
     for seed in range(5):
         rng = np.random.default_rng(seed)
@@ -177,7 +160,7 @@ def test_skewed_loads_end_near_balance(num_experts: int, num_devices: int, most:
         assert max_load(counts_DE, plan, topology) <= most * counts_DE.sum() / num_devices, seed
 
 
-def test_a_start_beyond_the_limits_is_refused() -> None:
+def test_a_start_beyond_the_limits_is_refused():
     """The kernel would write beyond its arrays."""
     search = search_of(OWNERS, HOT, TOPOLOGY, PROFILE)
     full = with_replicas(PLAIN, [(0, 2), (1, 2)])

@@ -7,16 +7,11 @@ from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import ROWS, SlotTable, even_table, owner_table
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 
-from .placement_cases import placements, random_counts_DE
+from .placement_cases import placements, random_counts_DE, slots_of
 
-SEEDS = st.integers(0, 2**32 - 1)
 POLICIES = st.sampled_from(["even", "exact", "owner"])
-
-
-def slots_of(placement):
-    return SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
 
 
 def sent_ED(table_JE, count_E, slots):

@@ -1,8 +1,6 @@
 """Router traces and tokens per expert as Megatron writes them, of random routing."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,10 +56,10 @@ def write_tokens_per_expert(folder, layers_of_stages, group, copies):
     return counts
 
 
-def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+def write_lines(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,5 +1,4 @@
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -59,7 +58,7 @@ def write_placements(folder):
 
 
 # Each record: what writes it, what reads it, and what opens it again for a resumed run.
-RECORDS: dict[str, tuple[Callable, Callable, Callable]] = {
+RECORDS = {
     "loads": (write_loads, read_loads, LoadsWriter),
     "micro-batches": (write_micro_batches, read_micro_batch_loads, MicroBatchLoadsWriter),
     "placements": (write_placements, read_placements, PlacementsWriter),
@@ -141,7 +140,7 @@ def change_counts(rows, change):
     rows.update({name: change(rows[name]) for name in names if name in rows})
 
 
-CHANGES: dict[str, Callable[[dict[str, np.ndarray]], object]] = {
+CHANGES = {
     "counts .* dimensions": lambda rows: change_counts(rows, lambda array: array[:, None]),
     "data type float64": lambda rows: rows.update(iterations=rows["iterations"] * 1.0),
     "data type uint64": lambda rows: rows.update(iterations=rows["iterations"].astype(np.uint64)),

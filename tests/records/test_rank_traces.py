@@ -1,7 +1,5 @@
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +95,7 @@ def change(number, **values):
     return lambda lines: [*lines[: number - 1], {**lines[number - 1], **values}, *lines[number:]]
 
 
-PROBLEMS: dict[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]] = {
+PROBLEMS = {
     "rank3.jsonl: line 3: got top-2 on rank 1, wanted top-2 on rank 3": change(3, rank=1),
     "rank3.jsonl: line 3: got top-3": change(3, topk=3),
     "rank3.jsonl: line 2: got experts 0 to 4, wanted 0 to 3": change(2, top_indices=[[0, 4]] * 16),

@@ -19,6 +19,7 @@ from megatron_fssdp.records.run_settings import (
     run_config_of,
     write_recorded_settings,
 )
+from tests.config.test_yaml_fuzzing import changed
 
 OLD_RUN = Path(__file__).parent / "old_run"
 """Three iterations of ``fssdp`` on four CPU ranks, written by version 0.1 before the rooms were divided."""
@@ -67,11 +68,7 @@ def test_folders_that_hold_no_run_are_refused(tmp_path):
 def test_changed_files_are_valid_or_refused_in_one_line(tmp_path, name, changes):
     if not (tmp_path / name).exists():
         shutil.copytree(OLD_RUN, tmp_path, dirs_exist_ok=True)
-    content = (OLD_RUN / name).read_bytes()
-    for place, num_removed, added in changes:
-        at = round(place * len(content))
-        content = content[:at] + added + content[at + num_removed :]
-    (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(changed((OLD_RUN / name).read_bytes(), changes))
     try:
         run = records.load(tmp_path)
     except ConfigurationError as error:

@@ -1,8 +1,5 @@
 """Run folders with made-up records of every kind, in which all numbers differ."""
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import numpy as np
 
 from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter
@@ -11,24 +8,23 @@ from megatron_fssdp.records.metrics import (
     LayerMetrics,
     MetricsWriter,
     PassMetrics,
-    RunSession,
 )
 from megatron_fssdp.records.placements import PlacementsWriter
 
 
 def write_made_run(
-    folder: Path,
-    strategy: str = "fssdp",
+    folder,
+    strategy="fssdp",
     *,
-    num_iterations: int = 5,
-    num_layers: int = 2,
-    num_experts: int = 8,
-    num_devices: int = 4,
-    num_micro_batches: int = 1,
-    seed: int = 0,
-    has_parts: bool = True,
-    starts: Mapping[int, RunSession] | None = None,
-) -> Path:
+    num_iterations=5,
+    num_layers=2,
+    num_experts=8,
+    num_devices=4,
+    num_micro_batches=1,
+    seed=0,
+    has_parts=True,
+    starts=None,
+):
     """Write metrics, loads, placements, settings and a log's memory line; return the folder.
 
     ``starts`` are what each start of the training records, by its first iteration.

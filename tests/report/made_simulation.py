@@ -4,18 +4,14 @@ from pathlib import Path
 
 from megatron_fssdp.cli.analysis.simulated_loads import loads_for_job
 from megatron_fssdp.cli.analysis.strategy_ranking import described_cluster, ranked_strategies, settings_of
-from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.report.page import Page
 from megatron_fssdp.report.simulation_page import simulation_page
-from megatron_fssdp.report.simulation_report import SimulationReport
-from megatron_fssdp.simulation.moe_job import MoeJob, job_of_run
+from megatron_fssdp.simulation.moe_job import job_of_run
 
 STRATEGIES = ("ep", "fssdp", "prophet", "fastermoe", "quota")
 
 
-def made_simulation() -> tuple[SimulationReport, RecordedLoads, ClusterDescription, MoeJob]:
+def made_simulation():
     """The simulation of W3 on four nodes: its results, and the loads, cluster and job that it took."""
     run = load_run([Path("gpt_moe_tiny")], ("training.micro_batch_size=64", "training.global_batch_size=256"))
     cluster, job = described_cluster("hpwnv", ("devices_per_node=2",)), job_of_run(run)
@@ -25,5 +21,5 @@ def made_simulation() -> tuple[SimulationReport, RecordedLoads, ClusterDescripti
     return ranked_strategies(title, record, cluster, job, settings, note=note), record, cluster, job
 
 
-def made_simulation_page(_: Path) -> Page:
+def made_simulation_page(_):
     return simulation_page(*made_simulation())

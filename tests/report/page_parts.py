@@ -3,7 +3,6 @@
 import base64
 import json
 from html.parser import HTMLParser
-from typing import Any
 
 import numpy as np
 
@@ -13,24 +12,24 @@ VOID = {"meta", "link", "input", "br", "img", "hr"}
 class PageParts(HTMLParser):
     """The parts of a page that tests compare: figures, as they are given to plotly, and texts by section."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
-        self.anchors: list[str] = []
-        self.addresses: list[str] = []
-        self.styles: list[str] = []
-        self.texts: dict[str, str] = {}
+        self.anchors = []
+        self.addresses = []
+        self.styles = []
+        self.texts = {}
         self.summary = ""
-        self._places: list[str] = []
+        self._places = []
         self._data = ""
-        self._open: list[tuple[str, dict[str, str | None]]] = []
+        self._open = []
         self.feed(html)
         self.close()
         assert not self._open, f"not closed: {self._open}"
-        self.figures: dict[str, list[dict[str, Any]]] = {}
+        self.figures = {}
         for anchor, figure in zip(self._places, json.loads(self._data), strict=True):
             self.figures.setdefault(anchor, []).append(figure)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         found = dict(attrs)
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
         if tag == "section":
@@ -41,11 +40,11 @@ class PageParts(HTMLParser):
         if tag not in VOID:
             self._open.append((tag, found))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         opened, _ = self._open.pop()
         assert opened == tag, f"<{opened}> ended by </{tag}>"
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         tag, attributes = self._open[-1] if self._open else ("", {})
         if tag == "style":
             self.styles.append(data)
@@ -57,7 +56,7 @@ class PageParts(HTMLParser):
             self.texts[self.anchors[-1]] = self.texts.get(self.anchors[-1], "") + data
 
 
-def unpacked(data: Any) -> np.ndarray:
+def unpacked(data):
     """An array as plotly.js reads it."""
     if isinstance(data, list):
         return np.asarray(data)

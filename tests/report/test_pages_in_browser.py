@@ -1,12 +1,8 @@
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from devtools.browser import WIDTHS
 from megatron_fssdp.records.metrics import RunSession
 from megatron_fssdp.report.measures import shown_runs
-from megatron_fssdp.report.page import Page
 from megatron_fssdp.report.run_page import run_page
 
 from .made_runs import write_made_run
@@ -29,7 +25,7 @@ def page_of_three_runs(folder):
     return run_page(shown_runs(runs))
 
 
-PAGES: dict[str, Callable[[Path], Page]] = {
+PAGES = {
     "run": page_of_a_run,
     "comparison": page_of_three_runs,
     "simulation": made_simulation_page,

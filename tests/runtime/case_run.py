@@ -3,25 +3,21 @@
 Shape letters: T tokens of all ranks, M model dimension, E experts, D devices, L layers.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 from .drawn_placements import DrawnPlacements, strategy_of
-from .layer_case import FFN_DIM, MODEL_DIM, Inputs, LayerCase, draw_inputs
+from .layer_case import FFN_DIM, MODEL_DIM, draw_inputs
 from .rank_layer import RankLayer
 from .reference_layer import draw_weights, reference_forward
 
@@ -36,7 +32,7 @@ class CaseResult:
     num_present: list[int] = field(default_factory=list)
     lives: set[ReplicaLife] = field(default_factory=set)
 
-    def compare(self, what: str, got: Tensor | None, wanted: Tensor | None) -> None:
+    def compare(self, what, got, wanted):
         """Record a difference; missing gradients count as zeros."""
         if wanted is None or not wanted.numel():
             return
@@ -47,10 +43,10 @@ class CaseResult:
         self.errors[what] = max(self.errors.get(what, 0.0), error if error == error else float("inf"))
 
 
-def compare_with_reference(rank: int, world_size: int, cases: Sequence[LayerCase]) -> dict[str, CaseResult]:
+def compare_with_reference(rank, world_size, cases):
     results = {}
     if cases[0].device == "cpu":  # non-reentrant checkpoints run outside of the patches for CPU ranks
-        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+        torch.cuda.current_device = lambda: torch.device("cpu")
     for case in cases:
         try:
             results[case.name] = CaseRun(case).run()
@@ -62,28 +58,28 @@ def compare_with_reference(rank: int, world_size: int, cases: Sequence[LayerCase
 class CaseRun:
     """The layers of a case on this rank, and the reference's weights."""
 
-    def __init__(self, case: LayerCase, **options: Any) -> None:
+    def __init__(self, case, **options):
         self.case, self.rank, self.world_size = case, dist.get_rank(), dist.get_world_size()
         self.rng, self.result = np.random.default_rng(case.seed), CaseResult()
         self.strategy = strategy_of(case)
         self.runtime = MoERuntime(self.strategy, **{"measure": True, "check_plans": True, **options})
         self.layers = [self._layer(number) for number in range(1, case.num_layers + 1)]
 
-    def _layer(self, number: int) -> RankLayer:
+    def _layer(self, number):
         drawn = draw_weights(self.case.seed + number, self.case.num_experts, MODEL_DIM, FFN_DIM)
         weights = [[t.to(self.case.dtype).double().requires_grad_() for t in tensors] for tensors in drawn]
         return RankLayer(self.case, number, weights, self.runtime)
 
-    def draw(self) -> Inputs:
+    def draw(self):
         return draw_inputs(self.case, self.world_size, self.rng)
 
-    def end(self) -> list[LayerLoad]:
+    def end(self):
         """End an iteration behind its passes; the loads of all layers."""
         self.runtime.finish_gradients()
         self.runtime.end_passes()
         return self.runtime.end_iteration()
 
-    def run(self) -> CaseResult:
+    def run(self):
         case, runtime = self.case, self.runtime
         for iteration in range(case.num_iterations):
             batches = [self.draw() for _ in range(case.schedule.count("F"))]
@@ -110,7 +106,7 @@ class CaseRun:
             self._step()
         return self.result
 
-    def _change_owners(self, iteration: int) -> None:
+    def _change_owners(self, iteration):
         for layer in self.layers:
             if self.case.moves:
                 layer.move(self.rng.integers(0, layer.groups.num_devices, self.case.num_experts))
@@ -119,7 +115,7 @@ class CaseRun:
                 layer.keep(self.strategy, iteration)
             layer.used.clear()
 
-    def forward(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def forward(self, batch):
         """The forward pass of all layers: output and leaves."""
         case = self.case
         hidden = batch.of_rank(batch.hidden, self.rank).to(case.device, case.dtype)
@@ -145,11 +141,9 @@ class CaseRun:
             output = output + added
         return output, hidden, probs_L
 
-    def run_passes(
-        self, schedule: str, batches: Sequence[Inputs]
-    ) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
+    def run_passes(self, schedule, batches):
         """Run passes in an order; return output, hidden states and probabilities of each micro-batch."""
-        passes: list[tuple[Tensor, Tensor, list[Tensor]]] = []
+        passes = []
         num_backward = 0
         for step in schedule:
             if step == "F":
@@ -164,7 +158,7 @@ class CaseRun:
                 self._evaluate(step)
         return passes
 
-    def _evaluate(self, letter: str) -> None:
+    def _evaluate(self, letter):
         batch, is_marked = self.draw(), self.case.driven and letter != "O"
         num_seen = [layer.slots.history.num_seen for layer in self.layers]
         with ExitStack() as around:
@@ -178,7 +172,7 @@ class CaseRun:
             assert letter == "e" or not any(layer.slots.local.load.counts_DE.any() for layer in self.layers)
         assert [layer.slots.history.num_seen for layer in self.layers] == num_seen
 
-    def _reference(self, batch: Inputs) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _reference(self, batch):
         hidden = batch.hidden.clone().requires_grad_(torch.is_grad_enabled())
         probs_L = [probs.clone().requires_grad_(torch.is_grad_enabled()) for probs in batch.probs_L]
         output = hidden
@@ -186,9 +180,7 @@ class CaseRun:
             output = output + reference_forward(output, probs, routing_map, layer.weights)
         return output, hidden, probs_L
 
-    def _compare(
-        self, batches: Sequence[Inputs], passes: Sequence[tuple[Tensor, Tensor, list[Tensor]]]
-    ) -> None:
+    def _compare(self, batches, passes):
         result, case = self.result, self.case
         for batch, (output, hidden, probs_L) in zip(batches, passes, strict=True):
             wanted, all_hidden, all_probs_L = self._reference(batch)
@@ -206,7 +198,7 @@ class CaseRun:
                 if i in case.frozen:
                     assert gradient is None
                 elif (want := layer.weights[expert][i].grad) is not None:
-                    shards: list[Any] = [None, None]
+                    shards = [None, None]
                     shards[i] = want
                     shard = layer.shard([want, want])[i]
                     result.compare(f"parameter {i} gradient", gradient, shard)
@@ -215,7 +207,7 @@ class CaseRun:
                 if one.plan.placement.num_replicas:
                     result.lives.add(one.plan.life)
 
-    def _check_loads(self, loads: Sequence[LayerLoad], batches: Sequence[Inputs]) -> None:
+    def _check_loads(self, loads, batches):
         """Every rank has the counts of all; the first device also has loads and histograms."""
         num_devices = self.layers[0].groups.num_devices
         for number, load in enumerate(loads):
@@ -235,7 +227,7 @@ class CaseRun:
             hit = [len(set(plain_E[row])) for row in rows]
             assert load.by_devices_D.tolist() == np.bincount(hit, minlength=num_devices + 1)[1:].tolist()
 
-    def _step(self) -> None:
+    def _step(self):
         with torch.no_grad():
             for layer in self.layers:
                 for tensors in layer.weights:

@@ -10,17 +10,14 @@ import numpy as np
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.dispatch.token_dispatch import DispatchPolicy
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.ep import EpSettings
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 from tests.support.random_placement import plain_transfer
-
-from .layer_case import LayerCase
 
 POLICIES = tuple(dict.fromkeys((*get_args(DispatchPolicy), "exact")))
 
@@ -33,16 +30,16 @@ class DrawnPlacements(Strategy[EpSettings]):
 
     window = 100  # the strategy ignores the loads, but counts the iterations
 
-    def __init__(self, case: LayerCase) -> None:
+    def __init__(self, case):
         super().__init__(EpSettings())
         self.case = case
         self.replica_life, self.overlaps, self.splits = case.life, case.overlaps, case.early > 0
         self.shares_plans = case.seed % 2 == 1
 
-    def asks_after_gate(self, layer: int) -> bool:
+    def asks_after_gate(self, layer):
         return self.case.corrects
 
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before_gate(self, context, history):
         if context.resident is not None:
             transfer = two_level_transfer(context.resident, context.topology)
             return LayerPlan(context.resident, transfer, gather_ahead=False, resident=True)
@@ -50,7 +47,7 @@ class DrawnPlacements(Strategy[EpSettings]):
             return LayerPlan.owners_only(context, each_micro_batch=True)
         return self.drawn(context, history.num_seen)
 
-    def drawn(self, context: LayerContext, *number: int) -> LayerPlan:
+    def drawn(self, context, *number):
         kind, rng = self.case.placement, np.random.default_rng([self.case.seed, context.layer, *number])
         shape = (context.num_experts, context.num_devices)
         share = {"owners": 0.0, "everywhere": 1.0}.get(kind, rng.choice([0.3, 0.6]))
@@ -69,13 +66,11 @@ class DrawnPlacements(Strategy[EpSettings]):
             gather_ahead=self.overlaps,
             rematerialize=self.case.life is ReplicaLife.LAYER_PASS
             or (self.case.mixes and rng.random() < 0.5),
-            dispatch_policy=str(rng.choice(POLICIES)),  # type: ignore[arg-type]
+            dispatch_policy=str(rng.choice(POLICIES)),
             early=self.case.early,
         )
 
-    def after_gate(
-        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
-    ) -> LayerPlan:
+    def after_gate(self, context, counts_DE, plan, num_micro_batches):
         """A new plan that depends on the counts, or the plan with other replicas; all ranks draw the same."""
         if self.case.life is ReplicaLife.MICRO_BATCH:
             return self._for_counts(context, counts_DE)
@@ -87,7 +82,7 @@ class DrawnPlacements(Strategy[EpSettings]):
         placement = ExpertPlacement(context.owner_E, present_ED)
         return replace(plan, placement=placement, transfer=two_level_transfer(placement, context.topology))
 
-    def _for_counts(self, context: LayerContext, counts_DE: np.ndarray) -> LayerPlan:
+    def _for_counts(self, context, counts_DE):
         """A plan for one micro-batch, often with exact quotas."""
         plan = replace(self.drawn(context, *counts_DE.reshape(-1).tolist()), each_micro_batch=True)
         rng = np.random.default_rng(counts_DE.reshape(-1))
@@ -100,7 +95,7 @@ class DrawnPlacements(Strategy[EpSettings]):
         return replace(plan, tokens_ED=np.stack(quotas))
 
 
-def strategy_of(case: LayerCase) -> Strategy:
+def strategy_of(case):
     """A real strategy where the case names one, otherwise random placements."""
     if case.placement in STRATEGIES:
         model = STRATEGIES[case.placement].settings

@@ -57,7 +57,7 @@ class LayerCase:
     device: str = "cpu"
 
     @property
-    def seed(self) -> int:
+    def seed(self):
         """Random seed, which differs by the name of the case and is the same in every process."""
         return sum((i + 1) * ord(letter) for i, letter in enumerate(self.name))
 
@@ -76,17 +76,17 @@ class Inputs:
     cotangent: Tensor
     tokens: Sequence[int]
 
-    def of_rank(self, tensor: Tensor, rank: int) -> Tensor:
+    def of_rank(self, tensor, rank):
         """One rank's rows of a tensor of all ranks."""
         return torch.split(tensor, list(self.tokens))[rank]
 
 
-def draw_inputs(case: LayerCase, world_size: int, rng: np.random.Generator) -> Inputs:
+def draw_inputs(case, world_size, rng):
     """Draw one micro-batch of all ranks, which is the same on every rank."""
     tokens = case.tokens or tuple(int(n) for n in rng.integers(3, 14, world_size))
     total, num_experts = sum(tokens), case.num_experts
 
-    def values(*shape: int) -> Tensor:
+    def values(*shape):
         return torch.from_numpy(rng.normal(size=shape)).to(case.dtype).double()
 
     maps, probs = [], []

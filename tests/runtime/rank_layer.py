@@ -4,15 +4,12 @@ Shape letters: T tokens of this rank, M model dimension, E experts, D devices, P
 """
 
 import warnings
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import functional
 
 from devtools.measured_profile import CHEAP_TO_MOVE as PROFILE
@@ -21,7 +18,6 @@ from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
-from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext
@@ -29,25 +25,22 @@ from megatron_fssdp.testing import run_ranks
 from tests.megatron_adapter.layer.small_config import moe_config
 from tests.support.training_preload import TRAINING_PRELOAD
 
-from .drawn_placements import DrawnPlacements
-from .layer_case import MODEL_DIM, LayerCase
+from .layer_case import MODEL_DIM
 
 
-def run_layer_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, **more: Any) -> list[Any]:
+def run_layer_ranks(function, world_size, *arguments, **more):
     """Call a function on CPU ranks on which Megatron's dispatcher works."""
     return run_ranks(function, world_size, *arguments, preload=TRAINING_PRELOAD, **more)
 
 
 @cache
-def rank_groups(
-    peers: int, overlaps: bool, one_queue: bool, num_nodes: int, puts: bool = False
-) -> tuple[ExpertGroups, Any]:
+def rank_groups(peers, overlaps, one_queue, num_nodes, puts=False):
     """This rank's groups, for the runtime and for Megatron; consecutive ranks share experts."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     world_size, rank = dist.get_world_size(), dist.get_rank()
 
-    def row() -> Any:
+    def row():
         return [dist.new_group(list(range(peer, world_size, peers))) for peer in range(peers)][rank % peers]
 
     columns = [dist.new_group(list(range(d, d + peers))) for d in range(0, world_size, peers)]
@@ -69,7 +62,7 @@ def rank_groups(
 class RankLayer:
     """One layer, driven as Megatron's layer drives it; ``slots`` is the product's layer."""
 
-    def __init__(self, case: LayerCase, number: int, weights: list[list[Tensor]], runtime: MoERuntime):
+    def __init__(self, case, number, weights, runtime):
         self.case, self.weights, self.used = case, weights, list[SlotPass]()
         how = case.peers, case.overlaps, case.one_queue, case.num_nodes, case.puts
         self.groups, self._megatron = rank_groups(*how)
@@ -84,25 +77,25 @@ class RankLayer:
             on_pass=self._bind,
             **({"await_parameters": self.arrive} if case.late else {}),
         )
-        self._dispatchers: dict[tuple[int, bool], Any] = {}
-        self._arriving: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._dispatchers = {}
+        self._arriving = []
         if case.owners is not None:  # Megatron starts with even owners.
             self.move(np.array(case.owners))
 
-    def shard(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def shard(self, tensors):
         """This rank's part of an expert's fc1 and fc2."""
         peers = self.case.peers
         return [tensor.chunk(peers, dim=i)[dist.get_rank() % peers] for i, tensor in enumerate(tensors)]
 
-    def _layout(self) -> ExpertLayout:
+    def _layout(self):
         return ExpertLayout.of([tensor.to(self.case.dtype) for tensor in self.shard(self.weights[0])])
 
-    def make(self, expert: int) -> list[torch.nn.Parameter]:
+    def make(self, expert):
         """Parameters with the values of the reference's expert."""
         made = []
         for i, tensor in enumerate(self.shard(self.weights[expert])):
             copy = tensor.detach().to(self.case.dtype).clone().to(self.case.device)
-            parameter: Any = torch.nn.Parameter(copy, requires_grad=i not in self.case.frozen)
+            parameter = torch.nn.Parameter(copy, requires_grad=i not in self.case.frozen)
             if self.case.has_main_grad and parameter.requires_grad:
                 parameter.main_grad = torch.zeros_like(
                     copy, dtype=torch.promote_types(copy.dtype, torch.float32)
@@ -111,14 +104,14 @@ class RankLayer:
             made.append(parameter)
         return made
 
-    def _own(self, owner_E: np.ndarray) -> dict[int, list[torch.nn.Parameter]]:
+    def _own(self, owner_E):
         return {int(e): self.make(e) for e in np.flatnonzero(owner_E == self.groups.device)}
 
-    def move(self, owner_E: np.ndarray) -> None:
+    def move(self, owner_E):
         self.parameters = self._own(owner_E)
         self.slots.lifecycle.own(owner_E, self.parameters, self._layout())
 
-    def keep(self, strategy: DrawnPlacements, number: int) -> None:
+    def keep(self, strategy, number):
         context = self.slots.local.context
         placement = strategy.drawn(context, number).placement
         own = {e: p for e, p in self.parameters.items() if context.owner_E[e] == self.groups.device}
@@ -126,19 +119,19 @@ class RankLayer:
         self.parameters = {**own, **replicas}
         self.slots.lifecycle.keep(placement, replicas)
 
-    def leave(self) -> None:
+    def leave(self):
         """Take the Parameters' values away until :meth:`arrive`, which makes every early read visible."""
         all_parameters = [p for tensors in self.parameters.values() for p in tensors]
         self._arriving = [(p, p.detach().clone()) for p in all_parameters]
         for parameter in all_parameters:
             parameter.data.fill_(torch.nan)
 
-    def arrive(self) -> None:
+    def arrive(self):
         for parameter, value in self._arriving:
             parameter.data.copy_(value)
         self._arriving = []
 
-    def _bind(self, slot_pass: SlotPass) -> None:
+    def _bind(self, slot_pass):
         self.used.append(slot_pass)
         kind = slot_pass.slots.slots_per_device, slot_pass.splits is not None
         if kind not in self._dispatchers:
@@ -146,7 +139,7 @@ class RankLayer:
         self._pass, self._dispatcher = slot_pass, self._dispatchers[kind]
         self._dispatcher.splits = slot_pass.splits
 
-    def forward(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
+    def forward(self, hidden, probs, routing_map):
         """The layer's forward pass, ``[T, M]``."""
         slots = self.slots
         slots.prepare(routing_map)
@@ -163,14 +156,14 @@ class RankLayer:
         output = dispatcher.combine_postprocess(dispatcher.token_combine(rows))
         return slots.finish(output.squeeze(1))
 
-    def gradients(self) -> dict[tuple[int, int], Tensor | None]:
+    def gradients(self):
         return {
             (expert, i): getattr(parameter, "main_grad", parameter.grad)
             for expert, tensors in self.parameters.items()
             for i, parameter in enumerate(tensors)
         }
 
-    def zero_gradients(self) -> None:
+    def zero_gradients(self):
         """As Megatron's ``zero_grad_buffer``."""
         for parameter in (p for tensors in self.parameters.values() for p in tensors):
             parameter.grad = None
@@ -178,9 +171,7 @@ class RankLayer:
                 parameter.main_grad.zero_()
 
 
-def make_dispatcher(
-    num_slots: int, knows_splits: bool, groups: ExpertGroups, megatron: Any, case: LayerCase
-) -> Any:
+def make_dispatcher(num_slots, knows_splits, groups, megatron, case):
     """Megatron's all-to-all dispatcher for a number of slots of each device, or ours that knows the rows."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
@@ -200,7 +191,7 @@ def make_dispatcher(
     return kind(num_slots, list(range(first, first + num_slots)), config, megatron)
 
 
-def _experts(rows: Tensor, rows_P: Sequence[int], row_probs: Tensor, parameters_U: Sequence[Any]) -> Tensor:
+def _experts(rows, rows_P, row_probs, parameters_U):
     row_probs = row_probs.unsqueeze(1)
     used = [slot for slot, parameters in enumerate(parameters_U) if parameters is not None]
     rows_of_used = [rows_P[slot] for slot in used]
@@ -215,6 +206,6 @@ def _experts(rows: Tensor, rows_P: Sequence[int], row_probs: Tensor, parameters_
     return torch.cat(outputs)
 
 
-def _add_to_main_grad(parameter: Any) -> None:
+def _add_to_main_grad(parameter):
     parameter.main_grad.add_(parameter.grad)
     parameter.grad = None

@@ -3,14 +3,11 @@
 Shape letters: T tokens of all ranks, M model dim, F ffn dim, E experts.
 """
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 
-def draw_weights(seed: int, num_experts: int, model_dim: int, ffn_dim: int) -> list[list[Tensor]]:
+def draw_weights(seed, num_experts, model_dim, ffn_dim):
     """fc1 ``[F, M]`` and fc2 ``[M, F]`` of every expert, fp64."""
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -22,9 +19,7 @@ def draw_weights(seed: int, num_experts: int, model_dim: int, ffn_dim: int) -> l
     ]
 
 
-def reference_forward(
-    hidden: Tensor, probs: Tensor, routing_map: Tensor, weights: Sequence[Sequence[Tensor]]
-) -> Tensor:
+def reference_forward(hidden, probs, routing_map, weights):
     """``[T, M]``: for every token the sum over its experts of probability times FFN.
 
     Hidden states are ``[T, M]``, probabilities and routing map ``[T, E]``. Only entries in the map count.

@@ -12,12 +12,13 @@ from devtools.virtual_cuda.posing.patches import Patches
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.slot_tables import SlotTable, even_table
+from megatron_fssdp.planning.slot_tables import even_table
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
 from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.testing import run_ranks
+from tests.planning.placement_cases import slots_of
 
 from .case_run import CaseRun
 from .layer_case import LayerCase
@@ -30,7 +31,7 @@ NUM_EXPERTS, NUM_DEVICES, NUM_TOKENS = 16, 4, 500
 TOPOLOGY = Topology.uniform(NUM_DEVICES, 2)
 
 
-def placement() -> ExpertPlacement:
+def placement():
     present_ED = np.random.default_rng(0).random((NUM_EXPERTS, NUM_DEVICES)) < 0.3
     owner_E = even_owners(NUM_EXPERTS, NUM_DEVICES)
     present_ED[np.arange(NUM_EXPERTS), owner_E] = True
@@ -38,9 +39,9 @@ def placement() -> ExpertPlacement:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_remap_equals_the_cpu(exact: bool) -> None:
+def test_remap_equals_the_cpu(exact):
     where = placement()
-    slots = SlotTable.of(where, int(where.replicas_per_device_D.max()))
+    slots = slots_of(where)
     drawn = np.random.default_rng(1)
     routing_map = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)) < 0.2)
     probs = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)))
@@ -48,7 +49,7 @@ def test_remap_equals_the_cpu(exact: bool) -> None:
     table = even_table(slots, where, TOPOLOGY, 1)
     ends_ED = exact_ends_ED(counts_DE.numpy(), slots.slot_ED, TOPOLOGY.node_of_device_D, 1)
 
-    def remapped(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def remapped(device):
         here, weights = routing_map.to(device), probs.to(device).requires_grad_()
         shares = Shares.by_table(table, slots, lambda tensor: tensor.to(device))
         if exact and device == "cuda":
@@ -63,7 +64,7 @@ def test_remap_equals_the_cpu(exact: bool) -> None:
         assert torch.equal(on_gpu, on_cpu)
 
 
-def test_memory_of_replicas_comes_and_goes() -> None:
+def test_memory_of_replicas_comes_and_goes():
     small = torch.ones(8, 8, dtype=torch.bfloat16, device=CUDA, requires_grad=True)
     torch.mm(small, small).sum().backward()  # cuBLAS takes a workspace in either pass, and keeps it
     del small
@@ -93,7 +94,7 @@ def test_memory_of_replicas_comes_and_goes() -> None:
 
 
 @pytest.mark.gpu(real=True)
-def test_kernels_are_timed_on_the_device() -> None:
+def test_kernels_are_timed_on_the_device():
     x = torch.randn(4096, 4096, device=CUDA)
     torch.mm(x, x)
     torch.cuda.synchronize()
@@ -128,14 +129,14 @@ CASES = tuple(
 PUTS = (LayerCase("puts", ReplicaLife.LAYER_PASS, schedule="FFBB", device="cuda", num_layers=3, puts=True),)
 
 
-def run_cases(rank: int, world_size: int, cases: tuple[LayerCase, ...]) -> dict[str, float]:
+def run_cases(rank, world_size, cases):
     with Patches() as patches:
         CardGroups().install(patches)
         return {case.name: max(CaseRun(case).run().errors.values()) for case in cases}
 
 
 @pytest.mark.gpu(real=True)
-def test_layers_of_ranks_on_one_card_equal_the_reference() -> None:
+def test_layers_of_ranks_on_one_card_equal_the_reference():
     # Megatron's import asks for the number of GPUs, after which CUDA refuses to start in a forked process.
     for errors in run_ranks(run_cases, NUM_DEVICES, CASES, preload=()):
         assert errors.pop("bf16") <= 5e-2
@@ -143,7 +144,7 @@ def test_layers_of_ranks_on_one_card_equal_the_reference() -> None:
 
 
 @pytest.mark.gpu(real=True)
-def test_weights_put_into_slots_on_one_card_equal_the_reference() -> None:
+def test_weights_put_into_slots_on_one_card_equal_the_reference():
     # torch refuses two ranks on one device otherwise.
     env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     for errors in run_ranks(run_cases, NUM_DEVICES, PUTS, env=env, preload=()):

@@ -7,14 +7,13 @@ standard input ends.
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.testbed.nodes.links import Nodes
+from tests.support.python_process import ROOT
 
-_ROOT = Path(__file__).parents[2]
 _READY = b"ready\n"
 
 
@@ -25,11 +24,11 @@ class NodeCommands:
     keeper: int
 
     @staticmethod
-    def name(node: int) -> str:
+    def name(node):
         """Return a node's host name, which all nodes can resolve."""
         return f"node{node}"
 
-    def on(self, node: int) -> list[str]:
+    def on(self, node):
         """Return the words to put before a command.
 
         They start the command itself, not a parent process of it.
@@ -42,7 +41,7 @@ class NodeCommands:
 
 
 @contextmanager
-def built_nodes(nodes: Nodes) -> Iterator[NodeCommands]:
+def built_nodes(nodes):
     """Build nodes that exist inside this context. Only root can build them.
 
     The caller must end all processes on the nodes, because they are not in a process namespace.
@@ -50,7 +49,7 @@ def built_nodes(nodes: Nodes) -> Iterator[NodeCommands]:
     words = [sys.executable, "-m", __name__, str(nodes.num_nodes), str(nodes.rate_bits_per_s)]
     keeper = subprocess.Popen(
         ["unshare", "--net", "--mount", "--", *words],
-        cwd=_ROOT,
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -66,7 +65,7 @@ def built_nodes(nodes: Nodes) -> Iterator[NodeCommands]:
         keeper.communicate()
 
 
-def _keep(nodes: Nodes) -> None:
+def _keep(nodes):
     nodes.build()
     hosts = Path("/run/hosts")  # /run is a file system of this mount namespace
     lines = [f"{nodes.address(node)} {NodeCommands.name(node)}" for node in range(nodes.num_nodes)]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.python_process import ROOT
+
 DIFFS = sorted((ROOT / "patches").glob("*.diff"))
 MEGATRON_LM = os.environ.get("MEGATRON_LM_PATH")
 SCRIPTS = ("pretrain_gpt.py", "examples/bert/pretrain_bert.py")

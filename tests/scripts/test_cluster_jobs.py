@@ -7,16 +7,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron_fssdp.records.metrics import read_metrics
+from tests.support.python_process import ROOT
 
 from .two_nodes import NODE, RUN, UNFINISHED, TwoNodes
 
-ROOT = Path(__file__).parents[2]
 BATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals ranks through /proc")

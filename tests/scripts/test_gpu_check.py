@@ -6,21 +6,15 @@ import textwrap
 import time
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from benchmarks import gpu_parity
+from megatron_fssdp.config.strategy.strategy_registry import SHIPPED, STRATEGIES
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check.page import page_html
 from scripts.gpu_check.step import Step
-from tests.support.python_process import is_running
-
-ROOT = Path(__file__).parents[2]
+from tests.support.python_process import ROOT, is_running
 
 
 def step(name, code, limit_s=60, **more):
@@ -122,7 +116,7 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path):
     row = {"case": "fssdp", "precision": "bf16", "losses": [8.0, 4.5], "difference": 2e-7, "problem": ""}
     row |= {"num_replicas": 3, "num_resharded": 0, "peak_gib": 1.5}
     row |= {"predicted": "…, replicas at most 1.4 <GiB> (…)"}
-    fssdp: dict[str, Any] = {"busiest_s": [1e-3, 2e-3, 3e-3], "none_over_this": [1.0, 1.25, 1.5]}
+    fssdp = {"busiest_s": [1e-3, 2e-3, 3e-3], "none_over_this": [1.0, 1.25, 1.5]}
     fssdp |= {"replicas": 2.5, "kernels": 77, "peak_bytes_above_weights": 3 << 29}
     kernels = [["remap", "T 4", "even", 12.4, 60.6, None], ["attention", "long", "alone", 901.0, None, 80.0]]
     layer = {"sizes": {"coarse": {"layer": {"fssdp": fssdp}}}}

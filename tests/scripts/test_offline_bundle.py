@@ -2,15 +2,14 @@ import os
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from scripts.unpack_bundle import lacking
 
-from ..support.python_process import python_output
+from ..support.python_process import ROOT, python_output
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 OWN_TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 

@@ -1,6 +1,5 @@
 import importlib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerPlan
+from tests.support.python_process import ROOT
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "docs"
+SCRIPTS = ROOT / "scripts" / "docs"
 
 
 def test_messages_are_those_that_the_runtime_posts(monkeypatch):

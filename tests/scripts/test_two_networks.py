@@ -7,21 +7,17 @@ Only the file system and the cores are the same.
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
-from megatron_fssdp.records.loads import read_loads
-from megatron_fssdp.records.metrics import read_metrics
-
-from .two_nodes import ROOT, TwoNodes
-
-sys.path.insert(0, str(ROOT))
-
 from benchmarks.testbed.nodes.links import INTERFACE, Nodes
 from benchmarks.testbed.nodes.processes import namespaces_refusal
+from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.records.metrics import read_metrics
 from tests.scripts.node_commands import NodeCommands, built_nodes
+
+from .two_nodes import TwoNodes
 
 pytestmark = pytest.mark.slow
 

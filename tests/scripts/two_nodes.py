@@ -4,12 +4,11 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from typing import Self
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.support.python_process import ROOT
+
 NODE = ROOT / "scripts" / "run_node.sh"
 UNFINISHED = 75
 
@@ -45,9 +44,9 @@ class TwoNodes:
         for name, module in modules.items():
             (self.bin / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
             (self.bin / name).chmod(0o755)
-        self.processes: list[subprocess.Popen] = []
+        self.processes = []
 
-    def start(self, nodes: int = 2, ranks_per_node: int = 1, **env: str) -> None:
+    def start(self, nodes=2, ranks_per_node=1, **env):
         """Start all nodes; variables of the environment win over those that a scheduler sets."""
         scheduler = {
             **{"NUM_NODES": str(nodes), "RANKS_PER_NODE": str(ranks_per_node)},
@@ -57,7 +56,7 @@ class TwoNodes:
         self.env = {**os.environ, **paths, **scheduler, **env}
         self.processes = [self.start_node(node) for node in range(nodes)]
 
-    def start_node(self, node: int) -> subprocess.Popen:
+    def start_node(self, node):
         """Start one node, for the first time or again."""
         with (self.folder / f"log-{node}").open("a") as log:
             return subprocess.Popen(
@@ -69,20 +68,20 @@ class TwoNodes:
             )
 
     @property
-    def metrics(self) -> Path:
+    def metrics(self):
         return self.out / "metrics.jsonl"
 
-    def num_iterations(self) -> int:
+    def num_iterations(self):
         """Number of recorded iterations; repeated ones count again."""
         return self.metrics.read_text().count("\n") if self.metrics.exists() else 0
 
-    def exit_codes(self) -> list[int]:
+    def exit_codes(self):
         return [process.wait() for process in self.processes]
 
-    def said(self) -> str:
+    def said(self):
         return "\n".join(log.read_text()[-3000:] for log in sorted(self.folder.glob("log-*")))
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
@@ -92,8 +91,8 @@ class TwoNodes:
         self.exit_codes()
 
 
-def _free_port() -> int:
+def _free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+        port = probe.getsockname()[1]
         return port

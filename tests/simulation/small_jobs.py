@@ -5,13 +5,11 @@ import numpy as np
 from megatron_fssdp.cli.analysis.strategy_ranking import ranked_strategies
 from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
-from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
 from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.report.simulation_report import SimulationReport
 from megatron_fssdp.simulation.moe_job import MoeJob
 
 
-def settings_of(name: str, **keys: object) -> StrategySettings:
+def settings_of(name, **keys):
     return strategy_settings(name, dict(keys), "test")
 
 
@@ -32,7 +30,7 @@ def cluster_of(*, nodes=1, per_node=2, near_alpha_s=0.0, far_alpha_s=0.0, **more
     )
 
 
-def job_of(*, devices: int = 2, experts: int = 2, layers: int = 1, **more: object) -> MoeJob:
+def job_of(*, devices=2, experts=2, layers=1, **more):
     """Tokens of 6 bytes (10 with the probability), experts of 50 elements in 2 bytes, 3 FLOPs a token."""
     keys = {
         "num_devices": devices,
@@ -51,7 +49,7 @@ def job_of(*, devices: int = 2, experts: int = 2, layers: int = 1, **more: objec
     return MoeJob(**(keys | more))
 
 
-def ranking(*names: str, num_iterations: int = 12, popular: int = 100, **cluster: object) -> SimulationReport:
+def ranking(*names, num_iterations=12, popular=100, **cluster):
     """Rank strategies on equal loads: one expert has ``popular`` tokens of each device, others have 4."""
     counts_DE = np.full((4, 8), 4, np.int32)
     counts_DE[:, 0] = popular
@@ -62,6 +60,6 @@ def ranking(*names: str, num_iterations: int = 12, popular: int = 100, **cluster
     return ranked_strategies("", record, cluster_of(nodes=2, **cluster), job, settings)
 
 
-def loads(*counts_DE: list[list[int]], layers: int = 1) -> np.ndarray:
+def loads(*counts_DE, layers=1):
     """Each iteration's counts for all layers, ``[I, L, D, E]``."""
     return np.repeat(np.array(counts_DE, np.int32)[:, None], layers, axis=1)

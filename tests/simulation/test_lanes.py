@@ -23,7 +23,7 @@ SPLIT = replace(LAYER, early=0.4)
 
 
 def run(*layers):
-    spans: list[tuple[str, str, float, float]] = []
+    spans = []
     record = IterationRecord(micro_batches=[list(layers)])
     return Lanes(lambda *span: spans.append(span)).run_iteration(record), spans
 

@@ -12,9 +12,9 @@ from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.simulation.layout import cluster_of_devices, stages_of
 from megatron_fssdp.simulation.moe_job import job_of_run
 from megatron_fssdp.simulation.simulator import simulate
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
-from tests.simulation.test_simulated_properties import SEEDS, drawn_loads
+from tests.simulation.test_simulated_properties import drawn_loads
 
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 

@@ -1,21 +1,16 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import apply_overrides, load_yaml, validate
-from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.simulation.moe_job import job_of_run
 from megatron_fssdp.simulation.workloads import fitted_loads, generated_loads
 from tests.simulation.small_jobs import job_of
 
-TINY = Path(__file__).parents[2] / "configs" / "gpt_moe_tiny.yaml"
-
 
 def run_of(*overrides):
-    return validate(RunConfig, apply_overrides(load_yaml(TINY), overrides), str(TINY))
+    return load_run(["gpt_moe_tiny"], overrides)
 
 
 def test_the_tiny_config_gives_the_expected_job():

@@ -9,11 +9,10 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation.lanes import ALL_TO_ALL, COMPUTE, TRANSFER
 from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.simulation.workloads import generated_loads
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
 SLOW = examples(25)
-SEEDS = st.integers(0, 2**32 - 1)
 KEYS = {"slots": 2, "overlap_degree": 3, "reshard_interval": 2}
 
 

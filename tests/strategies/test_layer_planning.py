@@ -1,5 +1,4 @@
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,18 +37,16 @@ class Given(Strategy[EpSettings]):
 
     package = "theirs"
 
-    def __init__(self, answer: Any) -> None:
+    def __init__(self, answer):
         super().__init__(EpSettings())
         self.answer = answer
 
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before_gate(self, context, history):
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
-    def after_gate(
-        self, context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int
-    ) -> LayerPlan:
+    def after_gate(self, context, counts_DE, plan, num_micro_batches):
         return self.before_gate(context, HISTORY)
 
 
@@ -71,7 +68,7 @@ class Given(Strategy[EpSettings]):
         (PLAN, {"may_replicate": lambda layer: False}, "wanted no replicas"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_package(answer: Any, changes: dict[str, Any], words: str) -> None:
+def test_a_mistake_is_one_line_with_the_package(answer, changes, words):
     strategy = Given(answer)
     for name, value in changes.items():
         setattr(strategy, name, value)
@@ -85,7 +82,7 @@ def test_a_mistake_is_one_line_with_the_package(answer: Any, changes: dict[str, 
         assert "\n" not in str(refusal.value)
 
 
-def test_plans_that_abilities_cover_and_failures_of_shipped_strategies_pass() -> None:
+def test_plans_that_abilities_cover_and_failures_of_shipped_strategies_pass():
     for plan in (PLAN, replace(PLAN, rematerialize=True)):
         assert replace(plan_before_gate(Given(plan), CONTEXT, HISTORY), corrects=False) == plan
     shipped = Given(ZeroDivisionError())
@@ -94,7 +91,7 @@ def test_plans_that_abilities_cover_and_failures_of_shipped_strategies_pass() ->
         plan_before_gate(shipped, CONTEXT, HISTORY)
 
 
-def test_a_dispatcher_that_sends_tokens_once_is_priced_so_and_never_switched() -> None:
+def test_a_dispatcher_that_sends_tokens_once_is_priced_so_and_never_switched():
     """Top-4 of 8 experts over two slow nodes, where the deduplicated exchange and steps pay."""
     slow = replace(PROFILE, cluster=ClusterCost(LINK, LinkCost(0.0, 1e-6), 1e8), choices=TokenChoices(4))
     flex = replace(slow, choices=TokenChoices(4, is_fused=True))
@@ -110,13 +107,11 @@ def test_a_dispatcher_that_sends_tokens_once_is_priced_so_and_never_switched() -
     assert plan_price(plain, COUNTS_DE, megatron.with_exchange(True)).seconds < seconds[0]
 
 
-def test_a_candidate_of_another_package_that_fails_is_not_selected_and_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_candidate_of_another_package_that_fails_is_not_selected_and_is_named(caplog):
     """Each rank prices other layers: an exception on one rank would leave the others waiting."""
     settings = STRATEGIES["auto"].settings()
     ep, failing = build_strategy("ep", EpSettings()), Given(ZeroDivisionError())
-    auto = AutoStrategy(settings, {"ep": ep, "given": failing})  # type: ignore[arg-type]
+    auto = AutoStrategy(settings, {"ep": ep, "given": failing})
     history = LoadHistory(auto.window, 4, 8)
     for _ in range(3):
         history.append(COUNTS_DE)

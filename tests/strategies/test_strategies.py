@@ -18,8 +18,7 @@ from megatron_fssdp.strategies.fssdp.hecate_algorithms import heterogeneous_shar
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.layer_planning import plan_after_gate
 from megatron_fssdp.strategies.registry import build_strategy
-from megatron_fssdp.strategies.strategy import Strategy
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.planning.placement_cases import owned_layers, random_counts_DE
 from tests.support.random_placement import plain_transfer, with_replicas
 
@@ -29,26 +28,24 @@ PLACEMENT_STRATEGIES = [name for name, entry in STRATEGIES.items() if entry.stra
 LAYERS = owned_layers().map(lambda drawn: LayerContext(3, drawn[1], drawn[0]))
 
 
-def history_of(context: LayerContext, window: int, seeds: list[int]) -> LoadHistory:
+def history_of(context, window, seeds):
     history = LoadHistory(window, context.num_devices, context.num_experts)
     for seed in seeds:
         history.append(random_counts_DE(seed, context.num_devices, context.num_experts))
     return history
 
 
-seeds = st.lists(st.integers(0, 2**32 - 1), max_size=4)
+seeds = st.lists(SEEDS, max_size=4)
 bounds = st.one_of(st.none(), st.integers(0, 12))
 
 
 @given(LAYERS, st.sampled_from(PLACEMENT_STRATEGIES), seeds)
 @examples(60)
-def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
-    context: LayerContext, name: str, seeds: list[int]
-) -> None:
+def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(context, name, seeds):
     keys = STRATEGIES[name].settings()
 
-    def plan() -> LayerPlan:
-        strategy: Strategy = build_strategy(name, keys)  # type: ignore[arg-type]
+    def plan():
+        strategy = build_strategy(name, keys)
         return strategy.before_gate(context, history_of(context, strategy.window, seeds))
 
     owner_E = context.owner_E.copy()
@@ -59,16 +56,14 @@ def test_every_strategy_is_deterministic_and_leaves_its_arguments_alone(
     assert np.array_equal(first.placement.owner_E, owner_E), "owners do not move"
 
 
-def hot_counts_DE(hot: int) -> np.ndarray:
+def hot_counts_DE(hot):
     counts_DE = np.full((4, 8), 10)
     counts_DE[:, hot] = 50
     return counts_DE
 
 
 @given(context=LAYERS, seeds=seeds, slots=bounds, degree=bounds)
-def test_the_hecate_planner_follows_algorithm_1(
-    context: LayerContext, seeds: list[int], slots: int | None, degree: int | None
-) -> None:
+def test_the_hecate_planner_follows_algorithm_1(context, seeds, slots, degree):
     history = history_of(context, 5, seeds)
     settings = FssdpSettings.model_construct(slots=slots, overlap_degree=degree, planner="hecate")
     placement = build_strategy("fssdp", settings).before_gate(context, history).placement
@@ -82,7 +77,7 @@ def test_the_hecate_planner_follows_algorithm_1(
     assert placement == wanted
 
 
-def measured(non_moe_s: float = 1e-3, memory_capacity: int = 3) -> LayerProfile:
+def measured(non_moe_s=1e-3, memory_capacity=3):
     """Links of 1 MB/s and experts of 100 bytes: 10 experts travel in a millisecond."""
     link = LinkCost(1e-9, 1e-6)
     return LayerProfile(non_moe_s, ClusterCost(link, link, 1e9), 100, 1, 1e6, memory_capacity)
@@ -103,9 +98,7 @@ CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 1))
         ({"slots": 0, "overlap_degree": 0}, None, 0, 0),
     ],
 )
-def test_replica_limits_are_given_or_measured(
-    given: dict[str, int], profile: LayerProfile | None, degree: int, slots: int
-) -> None:
+def test_replica_limits_are_given_or_measured(given, profile, degree, slots):
     strategy = build_strategy("fssdp", FssdpSettings(**given))
     context = dataclasses.replace(CONTEXT, profile=profile)
     assert (strategy.overlap_degree(context), strategy.slots(context)) == (degree, slots)
@@ -117,7 +110,7 @@ def test_replica_limits_are_given_or_measured(
 
 
 @pytest.mark.parametrize(("overlap", "replicates"), [(True, True), (False, False)])
-def test_transfers_without_overlap_count_in_the_price(overlap: bool, replicates: bool) -> None:
+def test_transfers_without_overlap_count_in_the_price(overlap, replicates):
     """Experts take far longer to travel than they save, so they get replicas only where that is hidden."""
     profile = dataclasses.replace(measured(non_moe_s=1e3), expert_bytes=10**8)
     history = LoadHistory(5, 4, 8)
@@ -139,13 +132,11 @@ def test_transfers_without_overlap_count_in_the_price(overlap: bool, replicates:
         ({"slots": 1, "overlap_degree": 1, "exchange": "by_price"}, 3),
     ],
 )
-def test_iterations_are_measured_only_for_limits_that_are_not_given(
-    given: dict[str, int], iterations: int
-) -> None:
+def test_iterations_are_measured_only_for_limits_that_are_not_given(given, iterations):
     assert build_strategy("fssdp", FssdpSettings(**given)).profile_iterations == iterations
 
 
-def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
+def test_reshards_follow_the_loads_of_experts_without_replicas():
     """The hottest experts have replicas anyway, so re-sharding balances the owners of the others."""
     owners = OwnerMap.even(2, 8, 4)
     load_LE = np.array([[50.0, 40, 1, 1, 1, 1, 1, 1]] * 2)
@@ -155,7 +146,7 @@ def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
     moved = strategy.reshard(contexts, load_LE, owners)
     assert owners.moves_to(moved)
 
-    def worst(owner_map: OwnerMap) -> float:
+    def worst(owner_map):
         return max(
             np.bincount(owner_map.device_LE[layer], weights=load_LE[layer], minlength=4).max()
             for layer in range(2)
@@ -178,14 +169,12 @@ def test_reshards_follow_the_loads_of_experts_without_replicas() -> None:
 
 
 @pytest.mark.parametrize(("keys", "wanted"), [({}, [5, 20, 40]), ({"overlap_degree": 1}, [20, 40])])
-def test_owners_are_reconsidered_at_an_interval_and_by_seconds_also_after_a_window(
-    keys: dict[str, int], wanted: list[int]
-) -> None:
-    strategy = build_strategy("fssdp", FssdpSettings(reshard_interval=20, **keys))  # type: ignore[arg-type]
+def test_owners_are_reconsidered_at_an_interval_and_by_seconds_also_after_a_window(keys, wanted):
+    strategy = build_strategy("fssdp", FssdpSettings(reshard_interval=20, **keys))
     assert [iteration for iteration in range(41) if strategy.reshards_at(iteration)] == wanted
 
 
-def test_owners_move_by_seconds_if_that_pays_until_the_next_re_shard() -> None:
+def test_owners_move_by_seconds_if_that_pays_until_the_next_re_shard():
     owners, profile = OwnerMap.even(2, 8, 4), dataclasses.replace(measured(0.0), owned_bytes=10**8)
     context = dataclasses.replace(CONTEXT, profile=profile)
     load_LE = np.array([[5000.0, 4000, 100, 100, 100, 100, 100, 100]] * 2)
@@ -200,9 +189,7 @@ def test_owners_move_by_seconds_if_that_pays_until_the_next_re_shard() -> None:
 @pytest.mark.parametrize(
     ("slots", "is_graph", "asks"), [(2, False, True), (None, False, True), (2, True, False)]
 )
-def test_an_iteration_without_loads_is_planned_by_its_counts(
-    slots: int | None, is_graph: bool, asks: bool
-) -> None:
+def test_an_iteration_without_loads_is_planned_by_its_counts(slots, is_graph, asks):
     strategy = build_strategy("fssdp", FssdpSettings(slots=slots))
     context, history = dataclasses.replace(CONTEXT, shares_evenly=is_graph), LoadHistory(5, 4, 8)
     plan, counts_DE = strategy.before_gate(context, history), hot_counts_DE(hot=5)
@@ -222,7 +209,7 @@ def test_an_iteration_without_loads_is_planned_by_its_counts(
     assert not later.corrects
 
 
-def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
+def test_a_plan_refuses_transfers_that_do_not_serve_its_placement():
     placement = with_replicas(ExpertPlacement.owners_only(np.array([0, 1]), 3), [(0, 2), (1, 0)])
     with pytest.raises(ValueError, match="does not reach device"):
         LayerPlan(placement, TransferPlan(3, plain_transfer(placement).edges[:1]))
@@ -230,9 +217,7 @@ def test_a_plan_refuses_transfers_that_do_not_serve_its_placement() -> None:
 
 @pytest.mark.parametrize(("name", "settings"), [("prophet", {}), ("fssdp", {"slots": 2})])
 @pytest.mark.parametrize(("non_moe_s", "is_split"), [(1.0, False), (1e-3, True)])
-def test_transfers_are_split_where_the_compute_before_does_not_hide_them(
-    name: str, settings: dict[str, object], non_moe_s: float, is_split: bool
-) -> None:
+def test_transfers_are_split_where_the_compute_before_does_not_hide_them(name, settings, non_moe_s, is_split):
     """An expert of 1 MB takes 10 ms to each of three others, one after another."""
     link = LinkCost(0.0, 1e-8)
     profile = LayerProfile(non_moe_s, ClusterCost(link, link, 1e6), 1_000_000, 1000, 1e4, memory_capacity=2)

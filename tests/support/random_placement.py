@@ -1,14 +1,12 @@
 """Random placements for property tests, and the simplest transfer that brings a placement about."""
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan
 
 
-def random_placement(rng: np.random.Generator, num_experts: int, num_devices: int) -> ExpertPlacement:
+def random_placement(rng, num_experts, num_devices):
     """Return a random placement.
 
     A device can own no expert or all experts. An expert can have replicas on all, some or no other devices.
@@ -24,7 +22,7 @@ def random_placement(rng: np.random.Generator, num_experts: int, num_devices: in
     return ExpertPlacement(owner_E.astype(np.int64), present_ED)
 
 
-def with_replicas(placement: ExpertPlacement, replicas: Iterable[tuple[int, int]]) -> ExpertPlacement:
+def with_replicas(placement, replicas):
     """A copy with more replicas, given as (expert, device) pairs."""
     present_ED = placement.present_ED.copy()
     for expert, device in replicas:
@@ -32,7 +30,7 @@ def with_replicas(placement: ExpertPlacement, replicas: Iterable[tuple[int, int]
     return ExpertPlacement(placement.owner_E, present_ED)
 
 
-def plain_transfer(placement: ExpertPlacement) -> TransferPlan:
+def plain_transfer(placement):
     """Return the transfer in which owners send their experts directly to all holders (Hecate, §5.1).
 
     Each expert takes one hop, and the owner's link carries all copies.

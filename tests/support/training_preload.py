@@ -1,9 +1,7 @@
 """What the server of ranks with Megatron has imported, so that no rank imports it again."""
 
-from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any
 
 from megatron_fssdp import testing
 
@@ -29,17 +27,12 @@ VIRTUAL_PRELOAD = tuple(entry for entry in TRAINING_PRELOAD if ":" not in entry)
 run_megatron_ranks = partial(testing.run_megatron_ranks, preload=TRAINING_PRELOAD)
 
 
-Test = Callable[..., None]
+def on_ranks(world_size, *, imported=TRAINING_PRELOAD, start=testing.run_megatron_ranks, **sizes):
+    """Run all of a test on ranks, with Megatron's parallel state of these sizes."""
 
-
-def on_ranks(world_size: int, *, plain: bool = False, **sizes: int) -> Callable[[Test], Test]:
-    """Run all of a test on ranks, with Megatron's parallel state of these sizes if they are not ``plain``."""
-    start = testing.run_ranks if plain else testing.run_megatron_ranks
-    imported = testing.DEFAULT_PRELOAD if plain else TRAINING_PRELOAD
-
-    def decorated(test: Test) -> Test:
+    def decorated(test):
         @wraps(test)
-        def run(**fixtures: Any) -> None:
+        def run(**fixtures):
             place, preload = (test.__module__, test.__name__), (*imported, test.__module__)
             start(_on_rank, world_size, *place, fixtures, preload=preload, **sizes)
 
@@ -48,5 +41,10 @@ def on_ranks(world_size: int, *, plain: bool = False, **sizes: int) -> Callable[
     return decorated
 
 
-def _on_rank(rank: int, world_size: int, module: str, name: str, fixtures: dict[str, Any]) -> None:
+on_plain_ranks = partial(on_ranks, imported=testing.DEFAULT_PRELOAD, start=testing.run_ranks)
+# Megatron is on the CPU, and has no parallel state.
+on_layer_ranks = partial(on_ranks, start=testing.run_ranks)
+
+
+def _on_rank(rank, world_size, module, name, fixtures):
     getattr(import_module(module), name).__wrapped__(**fixtures)

@@ -4,43 +4,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.systems.eplb import eplb_slots
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 
 FIRST_E = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
 SECOND_E = [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]
 
 
-@pytest.mark.parametrize(
-    ("load_E", "wanted_P"),
-    [
-        (FIRST_E, [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]),
-        (SECOND_E, [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]),
-    ],
-)
-def test_the_example_of_the_readme_of_eplb(load_E: list[int], wanted_P: list[int]) -> None:
-    found_DU = eplb_slots(np.array(load_E), 8, slots=2, num_nodes=2, num_groups=4)
-    assert found_DU.ravel().tolist() == wanted_P
+HOT_E = [300, 41, 7, 25, 33, 12, 5, 18]
 
 
 @pytest.mark.parametrize(
-    ("load_E", "num_groups", "wanted_P"),
+    ("load_E", "sizes", "wanted_P"),  # devices, slots and groups, on two nodes
     [
-        ([300, 41, 7, 25, 33, 12, 5, 18], 1, [0, 0, 6, 0, 1, 2, 0, 4, 5, 0, 3, 7]),
-        ([300, 41, 7, 25, 33, 12, 5, 18], 2, [0, 0, 2, 0, 1, 3, 4, 5, 6, 4, 7, 7]),
-        ([900, 11, 2, 3], 1, [0, 0, 0, 0, 0, 1, 0, 0, 3, 0, 0, 2]),  # a device has three copies
+        # The example of the README of EPLB.
+        (FIRST_E, (8, 2, 4), [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]),
+        (SECOND_E, (8, 2, 4), [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]),
+        # What rebalance_experts of commit d52c72d printed, globally and hierarchically.
+        (HOT_E, (4, 3, 1), [0, 0, 6, 0, 1, 2, 0, 4, 5, 0, 3, 7]),
+        (HOT_E, (4, 3, 2), [0, 0, 2, 0, 1, 3, 4, 5, 6, 4, 7, 7]),
+        ([900, 11, 2, 3], (4, 3, 1), [0, 0, 0, 0, 0, 1, 0, 0, 3, 0, 0, 2]),  # a device has three copies
     ],
 )
-def test_what_the_public_code_printed(load_E: list[int], num_groups: int, wanted_P: list[int]) -> None:
-    """``rebalance_experts`` of commit d52c72d, globally and hierarchically, on 2 nodes of 2 devices."""
-    found_DU = eplb_slots(np.array(load_E), 4, slots=3, num_nodes=2, num_groups=num_groups)
+def test_slots_are_those_of_the_public_code(load_E, sizes, wanted_P):
+    devices, slots, groups = sizes
+    found_DU = eplb_slots(np.array(load_E), devices, slots=slots, num_nodes=2, num_groups=groups)
     assert found_DU.ravel().tolist() == wanted_P
 
 
 @examples(50)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3))
-def test_every_expert_has_copies_and_groups_stay_in_a_node(
-    seed: int, num_nodes: int, num_groups: int, redundant: int
-) -> None:
+@given(SEEDS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 3))
+def test_every_expert_has_copies_and_groups_stay_in_a_node(seed, num_nodes, num_groups, redundant):
     load_E = np.random.default_rng(seed).integers(0, 100, 16)
     slots = {"slots": 2 + redundant, "num_nodes": num_nodes, "num_groups": num_groups}
     found_DU = eplb_slots(load_E, 8, **slots)

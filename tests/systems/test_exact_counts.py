@@ -5,22 +5,21 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.systems.exact_counts import equal_rows, least_loaded, quotas_in_nodes
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 
 OWNER_E = even_owners(16, 8)
-SEEDS = st.integers(0, 2**32 - 1)
 
 
-def drawn_counts(seed: int) -> np.ndarray:
+def drawn_counts(seed):
     rng = np.random.default_rng(seed)
     return rng.multinomial(int(rng.integers(200)), rng.dirichlet(np.full(16, 0.3)), size=8)
 
 
-def owners_only(load_E: np.ndarray) -> np.ndarray:
+def owners_only(load_E):
     return load_E[:, None] * (OWNER_E[:, None] == np.arange(8))
 
 
-def conserved(tokens_ED: np.ndarray, load_E: np.ndarray) -> np.ndarray:
+def conserved(tokens_ED, load_E):
     assert (tokens_ED >= 0).all()
     assert (tokens_ED.sum(axis=1) == load_E).all()
     return tokens_ED
@@ -28,7 +27,7 @@ def conserved(tokens_ED: np.ndarray, load_E: np.ndarray) -> np.ndarray:
 
 @examples(50)
 @given(SEEDS)
-def test_moonep_gives_every_device_equal_rows_and_experts_of_one_other_owner(seed: int) -> None:
+def test_moonep_gives_every_device_equal_rows_and_experts_of_one_other_owner(seed):
     load_E = drawn_counts(seed).sum(axis=0)
     tokens_ED = conserved(equal_rows(OWNER_E, load_E, 8), load_E)
     assert np.ptp(tokens_ED.sum(axis=0)) <= 1
@@ -39,7 +38,7 @@ def test_moonep_gives_every_device_equal_rows_and_experts_of_one_other_owner(see
 
 @examples(50)
 @given(SEEDS, st.floats(1.0, 3.0))
-def test_llep_levels_uneven_loads_and_leaves_even_ones(seed: int, threshold: float) -> None:
+def test_llep_levels_uneven_loads_and_leaves_even_ones(seed, threshold):
     load_E = drawn_counts(seed).sum(axis=0)
     tokens_ED = conserved(least_loaded(OWNER_E, load_E, 8, threshold=threshold, fewest=0), load_E)
     plain_D = owners_only(load_E).sum(axis=0)
@@ -50,7 +49,7 @@ def test_llep_levels_uneven_loads_and_leaves_even_ones(seed: int, threshold: flo
         assert tokens_ED.sum(axis=0).max() <= max(load_E.sum() // 8, 1) + 7
 
 
-def test_llep_spills_no_small_parts_unless_nothing_else_is_left() -> None:
+def test_llep_spills_no_small_parts_unless_nothing_else_is_left():
     # The mean is 45. Beside device 3, devices have room for 15 and for 10.
     layer = np.arange(4), np.array([100, 35, 30, 15]), 4
     for fewest, wanted_D in ((0, [45, 10, 15, 30]), (20, [45, 0, 25, 30])):
@@ -60,7 +59,7 @@ def test_llep_spills_no_small_parts_unless_nothing_else_is_left() -> None:
 
 @examples(50)
 @given(SEEDS, st.integers(0, 3), st.sampled_from([1, 2, 4]))
-def test_ultraep_levels_each_node_within_its_slots(seed: int, slots: int, num_nodes: int) -> None:
+def test_ultraep_levels_each_node_within_its_slots(seed, slots, num_nodes):
     load_E, topology = drawn_counts(seed).sum(axis=0), Topology.uniform(8, num_nodes)
     tokens_ED = conserved(quotas_in_nodes(OWNER_E, load_E, topology, slots=slots), load_E)
     replicas_ED = (tokens_ED > 0) & (OWNER_E[:, None] != np.arange(8))

@@ -8,7 +8,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.strategy.strategy_registry import register_strategy, strategy_settings
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.simulation.simulator import StrategyOutcome, simulate
+from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.layer_plan import LayerContext
 from megatron_fssdp.systems.eplb import EplbKeys, EplbSystem
 from megatron_fssdp.systems.system_list import SYSTEMS
@@ -18,14 +18,14 @@ from tests.simulation.test_simulated_properties import drawn_loads
 EVERY = {"placement_interval": 2, "window": 2}
 
 
-def outcome_of(name: str, counts_ILDE: np.ndarray, micro_batches: int = 1, **keys: object) -> StrategyOutcome:
+def outcome_of(name, counts_ILDE, micro_batches=1, **keys):
     job = job_of(devices=4, experts=8, layers=counts_ILDE.shape[1], num_micro_batches=micro_batches)
     settings = SYSTEMS[name].settings(**keys)
     return simulate(name, settings, counts_ILDE, cluster_of(nodes=2), job)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_no_system_loses_tokens_or_can_be_trained(name: str) -> None:
+def test_no_system_loses_tokens_or_can_be_trained(name):
     counts_ILDE = drawn_loads(5)
     outcome = outcome_of(name, counts_ILDE, **(EVERY if name == "eplb-like" else {}))
     assert (outcome.tokens_ILD.sum(axis=2) == counts_ILDE.sum(axis=(2, 3))).all()
@@ -36,7 +36,7 @@ def test_no_system_loses_tokens_or_can_be_trained(name: str) -> None:
         register_strategy(name, settings=SYSTEMS[name].settings, strategy=SYSTEMS[name].strategy, summary="")
 
 
-def test_moonep_has_even_loads_and_ultraep_waits_for_plans_and_stays_in_its_node() -> None:
+def test_moonep_has_even_loads_and_ultraep_waits_for_plans_and_stays_in_its_node():
     counts_ILDE = drawn_loads(7)
     assert outcome_of("moonep-like", counts_ILDE).load_max_over_mean_IL == pytest.approx(1.0)
     ultraep = outcome_of("ultraep-like", counts_ILDE)
@@ -48,7 +48,7 @@ def test_moonep_has_even_loads_and_ultraep_waits_for_plans_and_stays_in_its_node
     assert not few.of_layers("replicas").any()
 
 
-def test_eplb_places_all_copies_anew_at_the_interval() -> None:
+def test_eplb_places_all_copies_anew_at_the_interval():
     counts_ILDE = np.zeros((5, 1, 4, 8), np.int32)
     counts_ILDE[:, 0, :, 0] = 20
     counts_ILDE[:, 0, :, 1:] = 4
@@ -63,25 +63,25 @@ def test_eplb_places_all_copies_anew_at_the_interval() -> None:
     assert outcome.parts_s["re-sharding"][2] > 0
 
 
-def test_eplb_divides_pairs_equally_among_copies_also_on_one_device() -> None:
+def test_eplb_divides_pairs_equally_among_copies_also_on_one_device():
     strategy = EplbSystem(EplbKeys(slots=2))
     context = LayerContext(1, np.array([0, 1]), Topology.uniform(2, 1))
     placement = strategy.replicate(context, np.array([[50.0, 1.0], [50.0, 1.0]]))
     # Five copies of the hot expert on two devices with three slots.
     layer = LayerContext(1, context.owner_E, context.topology, resident=placement)
-    plan = strategy.before_gate(layer, None)  # type: ignore[arg-type]
+    plan = strategy.before_gate(layer, None)
     found = strategy.after_gate(layer, np.array([[60, 7], [40, 0]]), plan, 1)
     assert found.tokens_ED is not None
     assert sorted(found.tokens_ED[0].tolist()) == [40, 60]
     assert sorted(found.tokens_ED[1].tolist()) == [0, 7]
 
 
-def test_sizes_that_eplb_cannot_place_are_refused() -> None:
+def test_sizes_that_eplb_cannot_place_are_refused():
     with pytest.raises(ValueError, match="eplb-like: got 8 experts in 3 groups"):
         outcome_of("eplb-like", drawn_loads(1), num_groups=3)
 
 
-def test_overrides_reach_systems_that_have_the_key() -> None:
+def test_overrides_reach_systems_that_have_the_key():
     run = load_run([Path("gpt_moe_tiny")], ())
-    assert settings_of("ultraep-like", run, ("slots=3", "num_groups=2")).slots == 3  # type: ignore[attr-defined]
-    assert settings_of("eplb-like", run, ("num_groups=2",)).num_groups == 2  # type: ignore[attr-defined]
+    assert settings_of("ultraep-like", run, ("slots=3", "num_groups=2")).slots == 3
+    assert settings_of("eplb-like", run, ("num_groups=2",)).num_groups == 2

@@ -13,8 +13,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.testing import run_ranks
 from tests.runtime.case_run import CaseRun
 from tests.runtime.layer_case import LayerCase
-from tests.runtime.rank_layer import run_layer_ranks
-from tests.support.training_preload import on_ranks
+from tests.support.training_preload import on_layer_ranks, on_plain_ranks
 
 from .virtual_cuda.test_nccl_groups import RESULTS, all_calls
 
@@ -33,14 +32,14 @@ def on_one_card():
         yield
 
 
-@on_ranks(2, plain=True)
+@on_plain_ranks(2)
 def test_every_call_moves_the_data_that_nccl_would_move():
     rank = dist.get_rank()
     with on_one_card():
         assert all_calls(rank, "cpu") == {name: values[rank] for name, values in RESULTS.items()}
 
 
-@on_ranks(2, plain=True)
+@on_plain_ranks(2)
 def test_calls_return_at_once_and_results_come_with_the_wait():
     """Rank 1 comes after rank 0 has looked, so nothing can be complete before rank 0 waits."""
     store, rank = distributed_c10d._get_default_store(), dist.get_rank()
@@ -56,14 +55,11 @@ def test_calls_return_at_once_and_results_come_with_the_wait():
         assert [*x.tolist(), *y.tolist()] == [2, 2, 1, 1]
 
 
-def run_cases(rank, world_size):
-    with on_one_card():
-        return [max(CaseRun(case).run().errors.values()) for case in CASES]
-
-
+@on_layer_ranks(4)
 def test_layers_equal_the_reference():
-    for errors in run_layer_ranks(run_cases, 4):
-        assert max(errors) <= 1e-10
+    with on_one_card():
+        for case in CASES:
+            assert max(CaseRun(case).run().errors.values()) <= 1e-10, case.name
 
 
 SCRIPT = """
@@ -97,7 +93,7 @@ def test_a_script_runs_with_its_arguments(tmp_path):
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["nccl 3.0 0 --size"] * 2
 
 
-@on_ranks(2, plain=True)
+@on_plain_ranks(2)
 def test_an_error_of_gloo_is_raised_by_the_wait():
     """A reduction that gloo does not have."""
     with on_one_card():

@@ -3,9 +3,7 @@ import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from megatron_fssdp.cli.app import app
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.loads import LoadsWriter
 from megatron_fssdp.report.colours import TIME_PARTS
@@ -13,17 +11,15 @@ from megatron_fssdp.report.units import format_memory
 from tests.support.python_process import ROOT
 
 from ...report.page_parts import PageParts, unpacked
+from .test_other_loads import command
 
 TINY = ROOT / "configs" / "gpt_moe_tiny.yaml"
 BIG = ("--set", "training.micro_batch_size=64", "--set", "training.global_batch_size=256")
 
 
 def simulate(out, loads, *more):
-    arguments = ["simulate", "--loads", loads, "--cluster", str(ROOT / "configs/clusters/hpwnv.yaml")]
-    arguments += ["--cluster-set", "devices_per_node=2", "--model", str(TINY), "--out", str(out), *more]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+    words = ("simulate", "--loads", loads, "--cluster", ROOT / "configs/clusters/hpwnv.yaml")
+    return command(*words, "--cluster-set", "devices_per_node=2", "--model", TINY, "--out", out, *more)
 
 
 def test_a_workload_is_simulated_end_to_end(tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 from pathlib import Path
 
-import pytest
 import torch
 
 from megatron_fssdp.cli.doctor import devices, examination
@@ -15,7 +14,7 @@ DEFAULTS = {"gpus": "0", "cores": "2", "python": "3.12.1", "torch": "2.6.0", "me
 MODULES = {"torch": "torch", "megatron.core": "megatron", "transformer_engine": "te"}
 
 
-def pose(monkeypatch: pytest.MonkeyPatch, machine: str = "") -> dict[str, str]:
+def pose(monkeypatch, machine=""):
     """Make the doctor find another machine, by default a healthy one with two CPU cores and no GPU.
 
     The machine has words ``key=value``: environment variables (others that the doctor reads are not set); the
@@ -44,7 +43,7 @@ def pose(monkeypatch: pytest.MonkeyPatch, machine: str = "") -> dict[str, str]:
     return words
 
 
-def installed(text: str) -> InstalledPackage:
+def installed(text):
     if not text:
         return InstalledPackage()
     version, _, error = text.partition("!")

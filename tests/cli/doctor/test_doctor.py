@@ -1,7 +1,6 @@
 import errno
 import os
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.support import capabilities
 from tests.cli.doctor.machine_examples import pose
+from tests.support.tables import cells
 
 # The machine, and a run's layout and device | a check | its verdict | words of what it found or advises.
 # There are no other problems.
@@ -51,12 +51,12 @@ TABLE = """
     gpus=8 WORLD_SIZE=8 nproc_per_node=8 num_nodes=2 | ranks | problem | has 16
     gpus=8 MEGATRON_FSSDP_DEVICE=cpu nproc_per_node=2 | ranks | ok | CPU cores
 """
-ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.strip().splitlines()]
+ROWS = cells(TABLE)
 
 
 def examine(monkeypatch, machine, *folders):
     layout = pose(monkeypatch, machine)
-    run: Any = None
+    run = None
     if layout:
         model = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8}
         training = {"train_iters": 1, "global_batch_size": 48, "device": layout.pop("device", "auto")}

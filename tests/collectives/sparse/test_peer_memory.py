@@ -1,16 +1,15 @@
 """Puts into the memory of peers keep the order of readers and writers."""
 
-from collections.abc import Iterator
 from datetime import timedelta
 from threading import Thread
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_fssdp.collectives.sparse.peer_memory import SharedMemory, SymmetricMemory, WeightPuts
 from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import on_plain_ranks
 
 TIMEOUT = timedelta(seconds=600)
 
@@ -20,14 +19,14 @@ class Careless(SharedMemory):
 
     channel: int
 
-    def await_signal(self, peer: int, channel: int) -> None:
+    def await_signal(self, peer, channel):
         if channel == self.channel:
             self._flags[self._rank, channel, peer] = 0
         else:
             super().await_signal(peer, channel)
 
 
-def puts_in_order(rank: int, world_size: int, careless: int | None) -> list[str]:
+def puts_in_order(rank, world_size, careless):
     """Rank 1 puts versions 1, 2 and 3 into the slot of rank 0; both hold up the other at the worst moment.
 
     The sender stops in the middle of each version until the receiver lets it go on. The receiver reads a
@@ -36,7 +35,7 @@ def puts_in_order(rank: int, world_size: int, careless: int | None) -> list[str]
     store = dist.distributed_c10d._get_default_store()
     kind = SharedMemory if careless is None else Careless
     memory = kind(dist.group.WORLD, (1, 1000), TIMEOUT, dtype=torch.float32)
-    memory.channel = careless  # type: ignore[union-attr]
+    memory.channel = careless
     puts, wrong = WeightPuts(memory, {1 - rank: 1 - rank}, {(0, 0): 0}), []
     # What careless ranks do comes at some time, and what others do not do never comes.
     overwritten_s, read_s = (600.0 if careless == channel else 0.1 for channel in (0, 1))
@@ -46,7 +45,7 @@ def puts_in_order(rank: int, world_size: int, careless: int | None) -> list[str]
             puts.open((), {0})
             value = torch.full((500,), float(version))
 
-            def halves(version: int = version, value: Tensor = value) -> Iterator[tuple[Tensor, Tensor]]:
+            def halves(version=version, value=value):
                 first, second = puts.slot(0, 0).split(500)
                 yield first, value
                 store.set(f"half {version}", "")
@@ -74,7 +73,7 @@ def puts_in_order(rank: int, world_size: int, careless: int | None) -> list[str]
     return wrong
 
 
-def comes(store: dist.Store, key: str, within_s: float) -> bool:
+def comes(store, key, within_s):
     try:
         store.wait([key], timedelta(seconds=within_s))
     except dist.DistStoreError:
@@ -86,29 +85,21 @@ def comes(store: dist.Store, key: str, within_s: float) -> bool:
     ("careless", "wanted"),
     [(None, set()), (0, {"overwritten before its last reader"}), (1, {"read before its signal"})],
 )
-def test_no_slot_is_read_before_its_signal_or_overwritten_before_its_last_reader(
-    careless: int | None, wanted: set[str]
-) -> None:
+def test_no_slot_is_read_before_its_signal_or_overwritten_before_its_last_reader(careless, wanted):
     """Without the flags of a channel, the test would notice."""
     receiver, _ = run_ranks(puts_in_order, 2, careless)
     assert set(receiver) == wanted
 
 
-def wait_for_nobody(rank: int, world_size: int) -> str:
+@on_plain_ranks(2)
+def test_a_peer_that_is_gone_ends_the_wait():
     memory = SharedMemory(dist.group.WORLD, (1, 1), timedelta(seconds=0.05), dtype=torch.float32)
-    if rank == 0:
-        with pytest.raises(RuntimeError) as caught:
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="got no flag"):
             memory.await_signal(1, 0)
-        return str(caught.value)
-    return ""
 
 
-def test_a_peer_that_is_gone_ends_the_wait() -> None:
-    message, _ = run_ranks(wait_for_nobody, 2)
-    assert "got no flag" in message
-
-
-def put_on_one_card(rank: int, world_size: int) -> list[bool]:
+def put_on_one_card(rank, world_size):
     """Each rank puts rising versions into the slots of all others, and reads its own beside them."""
     device, sizes = torch.device("cuda", 0), 1 << 20
     memory = SymmetricMemory(
@@ -130,7 +121,7 @@ def put_on_one_card(rank: int, world_size: int) -> list[bool]:
 
 
 @pytest.mark.gpu(real=True)
-def test_symmetric_memory_on_one_card() -> None:
+def test_symmetric_memory_on_one_card():
     # torch refuses two ranks on one device otherwise.
     env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     for found in run_ranks(put_on_one_card, 4, env=env, preload=()):

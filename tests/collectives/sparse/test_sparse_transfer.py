@@ -15,6 +15,7 @@ from megatron_fssdp.planning.transfer.message_size import FixedMessages, Pipelin
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.testing import run_ranks
 from tests.support.random_placement import plain_transfer, random_placement
+from tests.support.training_preload import on_plain_ranks
 
 RULES = (
     *(FixedMessages(num_bytes) for num_bytes in (1, 16, 64, 10_000)),
@@ -159,8 +160,10 @@ def test_transfers_work_in_subgroups_whose_ranks_differ_from_the_worlds():
     run_ranks(run_cases, 4, 5, 20, [[1, 3], [0, 2], [1, 2, 3]])
 
 
-def add_small_to_large(rank, world_size):
-    placement = ExpertPlacement(np.array([0]), np.ones((1, world_size), dtype=bool))
+@on_plain_ranks(5)
+def test_half_precision_is_added_in_fp32_and_rounded_once_and_meta_tensors_drop_sums():
+    """In bf16, 256 + 1 is 256, and 260 has a number."""
+    rank, placement = dist.get_rank(), ExpertPlacement(np.array([0]), np.ones((1, 5), dtype=bool))
     transfer = SparseTransfer(
         dist.group.WORLD,
         plain_transfer(placement),
@@ -168,16 +171,9 @@ def add_small_to_large(rank, world_size):
         dtype=torch.bfloat16,
         messages=FixedMessages(16),
     )
-    part, found = torch.ones(3, dtype=torch.bfloat16), []
+    part = torch.ones(3, dtype=torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float64):
         total = torch.full((3,), 256.0, dtype=dtype)
         totals = {0: [total[:1], torch.empty(1, device="meta"), total[2:]]}
         transfer.start_reduce_scatter({} if rank == 0 else {0: [part]}, totals if rank == 0 else {}).wait()
-        found.append(total.tolist())
-    return found
-
-
-def test_half_precision_is_added_in_fp32_and_rounded_once_and_meta_tensors_drop_sums():
-    # In bf16, 256 + 1 is 256, and 260 has a number.
-    owner, *_ = run_ranks(add_small_to_large, 5)
-    assert owner == [[260.0, 256.0, 260.0]] * 2
+        assert rank or total.tolist() == [260.0, 256.0, 260.0]

@@ -29,11 +29,9 @@ STRATEGIES = {
 }
 STATES = [(name, size) for name in STRATEGIES for size in (1, 2, 4) if (name, size) != ("moved", 1)]
 
-# (optimizer, writer, its EP, reader, its EP)
-Cell = tuple[str, str, int, str, int]
-
-SHORT: list[Cell] = [("distributed", "moved", 2, "none", 2), ("distributed", "moved", 2, "moved", 4)]
-CELLS: list[Cell] = [("distributed", *writer, *reader) for writer in STATES for reader in STATES] + [
+# Optimizer, writer and its expert-parallel size, reader and its size.
+SHORT = [("distributed", "moved", 2, "none", 2), ("distributed", "moved", 2, "moved", 4)]
+CELLS = [("distributed", *writer, *reader) for writer in STATES for reader in STATES] + [
     ("plain", writer, writer_size, reader, reader_size)
     for writer, reader in product(("none", "moved"), repeat=2)
     for writer_size, reader_size in product((2, 4), repeat=2)

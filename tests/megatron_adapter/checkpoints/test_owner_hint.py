@@ -2,9 +2,9 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
 from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
@@ -16,7 +16,7 @@ from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
 )
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.registry import build_strategy
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.training_preload import on_ranks
 
 from ..training_run import messages_of
 
@@ -54,20 +54,8 @@ def test_hints_of_other_layouts_are_not_used(hint, sizes, match):
         fitting_owners(hint, layout(NUMBERS[0], sizes and OwnerMap.even(*sizes)), 0, 2)
 
 
+@on_ranks(4, ep=2, pp=2)
 def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used():
-    found = run_megatron_ranks(_gather, 4, ep=2, pp=2)
-    assert [hint["stages"] for hint, *_ in found] == [[None, OTHER]] * 4
-    assert [none for _, none, *_ in found] == [None] * 4
-    wanted = [owners.digest() for owners in OWNERS]
-    assert [taken for *_, taken, _ in found] == [wanted[0], wanted[0], wanted[1], wanted[1]]
-    assert [len(lines) for *_, lines in found] == [4, 0, 0, 0]
-    other_layout, *damaged, kept = found[0][-1]
-    assert "owners are not used: got an owner map of 1 pipeline stages, wanted 2" in other_layout
-    assert all("owners are not used: it cannot be read" in line for line in damaged)
-    assert "keep the owners of the checkpoint" in kept
-
-
-def _gather(rank, world_size):
     from megatron.core import parallel_state
 
     lines = messages_of(checkpoint_hints.logger.name)
@@ -75,12 +63,21 @@ def _gather(rank, world_size):
     stage = parallel_state.get_pipeline_model_parallel_rank()
     moved, even = slots_of(NUMBERS[stage], EVEN), slots_of(NUMBERS[stage], EVEN)
     moved.saved_owners = OWNERS[1] if stage else None  # Experts are home for a save.
-    hints = [OwnerHint(slots).gather() for slots in (moved, even)]
+    hint, none = (OwnerHint(slots).gather() for slots in (moved, even))
+    assert (hint["stages"], none) == ([None, OTHER], None)
     for saved in ({"stages": [None]}, [1], {"stages": [{"layer_numbers": [1]}, None]}):
         take_or_log(OwnerHint(even), saved)
     assert even.saved_owners is None
     take_or_log(OwnerHint(even), BOTH)
-    return *hints, even.saved_owners.digest(), lines
+    assert even.saved_owners.digest() == OWNERS[stage].digest()
+    if dist.get_rank():
+        assert not lines
+        return
+    other_layout, *damaged, kept = lines
+    assert "owners are not used: got an owner map of 1 pipeline stages, wanted 2" in other_layout
+    assert len(damaged) == 2
+    assert all("owners are not used: it cannot be read" in line for line in damaged)
+    assert "keep the owners of the checkpoint" in kept
 
 
 @pytest.mark.parametrize(
@@ -97,6 +94,6 @@ def test_checkpoints_keep_what_a_run_may_change(name, keys, wanted):
     from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 
     strategy = build_strategy(name, STRATEGIES[name].settings(**keys))
-    session: Any = SimpleNamespace(strategy=strategy, slots=None, runtime=None)
+    session = SimpleNamespace(strategy=strategy, slots=None, runtime=None)
     found = hints_of(session)
     assert [hint.key for hint in found] == [f"megatron_fssdp_{word}" for word in wanted.split()]

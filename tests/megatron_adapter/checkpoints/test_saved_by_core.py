@@ -42,7 +42,7 @@ def test_moved_experts_and_their_states_resume_under_any_strategy(tmp_path):
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()  # Megatron's own queue takes a process, and seconds.
-    of_stock: list[float] = []
+    of_stock = []
     for saving in (NONE, MOVING):
         attachment = megatron_fssdp.attach(*saving)
         host, states, places = Host(), {}, {one: tmp_path / one / saving[0] for one in FORMATS}

@@ -1,7 +1,6 @@
 """The CPU runtime is requested or detected, and stays off in a GPU run. All trainings of the tests use it."""
 
 from argparse import Namespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,7 +12,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop, all_to_all_at_once
 from megatron_fssdp.megatron_adapter.experts.slot_experts import expert_parameters
-from tests.support.training_preload import on_ranks, run_megatron_ranks
+from tests.support.training_preload import on_plain_ranks, run_megatron_ranks
 
 from ..layer.small_config import build_layer, moe_config
 
@@ -46,7 +45,7 @@ def test_nothing_is_replaced_in_a_gpu_run(monkeypatch):
     cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
 
 
-@on_ranks(3, plain=True)
+@on_plain_ranks(3)
 def test_messages_take_one_hop_and_are_posted_at_once():
     rank = dist.get_rank()
     ring, direct = dist.all_gather_into_tensor, dist.all_to_all_single
@@ -69,7 +68,7 @@ def first_weights(rank, world_size):
     """Matrices of this rank's two experts, one by one and grouped, and what the rank draws next."""
     from megatron.core import parallel_state as ps
 
-    options: Any = {"tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size()}
+    options = {"tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size()}
     options["expert_tensor_parallel_size"] = ps.get_expert_tensor_parallel_world_size()
     found = []
     for is_grouped in (False, True):

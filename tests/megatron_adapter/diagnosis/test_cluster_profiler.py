@@ -1,32 +1,29 @@
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fssdp.config.cluster_description import cluster_yaml, load_cluster
-from megatron_fssdp.config.loading import load_yaml, validate
-from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.megatron_adapter.diagnosis import cluster_profiler
 from megatron_fssdp.megatron_adapter.diagnosis.cluster_profiler import ProfileSettings, measure_cluster
 from megatron_fssdp.planning.cost.cost_model import LinkCost, LinkFit
-from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import on_plain_ranks
 
 CPU = torch.device("cpu")
-TINY = Path(__file__).parents[3] / "configs" / "gpt_moe_tiny.yaml"
 SETTINGS = ProfileSettings("box", least_bytes=1 << 10, most_bytes=1 << 14, num_repetitions=1)
 
 
-def measure(rank, world_size, num_nodes):
-    lines: list[str] = []
-    run = validate(RunConfig, load_yaml(TINY), str(TINY))
-    return measure_cluster(replace(SETTINGS, model=run), num_nodes, CPU, world_size, lines.append), lines
-
-
+@on_plain_ranks(4)
 def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path):
-    (cluster, lines), *others = run_ranks(measure, 4, 2)
-    assert all(other == (cluster, []) for other in others)
+    lines, of_ranks, settings = [], [None] * 4, replace(SETTINGS, model=load_run(["gpt_moe_tiny"]))
+    cluster = measure_cluster(settings, 2, CPU, 4, lines.append)
+    dist.all_gather_object(of_ranks, cluster)
+    assert of_ranks == [cluster] * 4
+    if dist.get_rank():
+        assert not lines
+        return
     assert [line.partition("]")[0] for line in lines[1:]] == [f"[{step:2}/15" for step in range(1, 16)]
     assert (cluster.num_nodes, cluster.devices_per_node) == (2, 2)
     assert all(set(classes) == {"intra_node", "inter_node"} for classes in cluster.collectives.values())
@@ -40,12 +37,12 @@ def test_all_ranks_agree_and_rank_0_reports_every_step(tmp_path):
     assert load_cluster(path) == cluster
 
 
-def measure_planted(rank, world_size, num_nodes):
+def measure_planted(num_nodes):
     """Plant costs by group: 1 ns a byte inside a node, 100 ns between nodes, 60 ns for a device alone."""
-    asked: list[Any] = []
+    asked, rank, world_size = [], dist.get_rank(), dist.get_world_size()
 
     def planted(name, group, everyone, device, **how):
-        members = None if group is None else torch.distributed.get_process_group_ranks(group)
+        members = None if group is None else dist.get_process_group_ranks(group)
         asked.append((name, members))
         per_node = world_size // num_nodes
         inside = members is not None and members[-1] // per_node == members[0] // per_node
@@ -64,15 +61,14 @@ def measure_planted(rank, world_size, num_nodes):
     return measure_cluster(SETTINGS, num_nodes, CPU, world_size, print), asked
 
 
+@on_plain_ranks(4)
 def test_a_node_s_nics_are_measured_with_all_its_devices():
-    results = run_ranks(measure_planted, 4, 2)
-    for rank, (_, asked) in enumerate(results):
-        node, place = divmod(rank, 2)
-        assert asked[0] == ("point_to_point", [2 * node, 2 * node + 1])
-        assert asked[6] == ("point_to_point", [0, 2] if place == 0 else None)  # one device alone
-        assert asked[7] == ("point_to_point", [place, place + 2])  # all at once
-        assert asked[8] == ("all_to_all", [0, 1, 2, 3])
-    cluster = results[0][0]
+    cluster, asked = measure_planted(2)
+    node, place = divmod(dist.get_rank(), 2)
+    assert asked[0] == ("point_to_point", [2 * node, 2 * node + 1])
+    assert asked[6] == ("point_to_point", [0, 2] if place == 0 else None)  # one device alone
+    assert asked[7] == ("point_to_point", [place, place + 2])  # all at once
+    assert asked[8] == ("all_to_all", [0, 1, 2, 3])
     assert cluster.intra_node.bandwidth_bytes_per_s == pytest.approx(1e9)
     assert cluster.inter_node.bandwidth_bytes_per_s == pytest.approx(2e7), "both devices' shares"
     assert cluster.inter_node.alpha_s == 1e-4
@@ -86,13 +82,13 @@ def test_a_node_s_nics_are_measured_with_all_its_devices():
     assert "all devices of a node at once" in cluster.sources["inter_node"]
 
 
-@pytest.mark.parametrize(("num_nodes", "kind"), [(1, "intra_node"), (2, "inter_node")])
-def test_a_missing_class_of_links_takes_the_costs_of_the_other(num_nodes, kind):
-    cluster = run_ranks(measure_planted, 2, num_nodes)[0][0]
-    assert cluster.intra_node == cluster.inter_node == cluster.inter_device
-    assert all(list(classes) == [kind] for classes in cluster.collectives.values())
-    missing = "inter_node" if kind == "intra_node" else "intra_node"
-    assert f"same as {kind}" in cluster.sources[missing]
+@on_plain_ranks(2)
+def test_a_missing_class_of_links_takes_the_costs_of_the_other():
+    for num_nodes, kind, missing in ((1, "intra_node", "inter_node"), (2, "inter_node", "intra_node")):
+        cluster, _ = measure_planted(num_nodes)
+        assert cluster.intra_node == cluster.inter_node == cluster.inter_device
+        assert all(list(classes) == [kind] for classes in cluster.collectives.values())
+        assert f"same as {kind}" in cluster.sources[missing]
 
 
 def test_message_sizes_grow_fourfold_and_end_with_the_largest():

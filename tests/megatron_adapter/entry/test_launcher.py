@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,11 +22,6 @@ from ..training_run import (
 )
 
 SHORT = "{EP2} --train-iters 3"
-
-
-@pytest.fixture(scope="module")
-def fssdp(text_data):
-    return train(2, SHORT, text_data, strategy="fssdp")
 
 
 def test_strategy_none_equals_the_bare_script_bitwise(text_data):
@@ -57,7 +51,7 @@ BAD_INPUT = """
 @pytest.mark.parametrize("row", BAD_INPUT.strip().splitlines())
 def test_bad_input_gives_one_line_before_process_groups_start(row, text_data):
     ((strategy, (arguments, named)),) = rows(row).items()
-    options: Any = {"strategy": strategy, "env": {"WORLD_SIZE": "2"}}
+    options = {"strategy": strategy, "env": {"WORLD_SIZE": "2"}}
     (run,) = train_on_all_ranks(1, f"{{EP2}} {arguments}", text_data, **options)
     assert run.exit_code == 2
     assert not run.losses
@@ -103,7 +97,7 @@ def test_models_that_a_strategy_cannot_serve_are_refused(num_ranks, before, mess
     assert message in runs[0].errors
 
 
-def test_a_script_can_register_the_plugin_itself(text_data, tmp_path, fssdp):
+def test_a_script_can_register_the_plugin_itself(text_data, tmp_path):
     script = tmp_path / "pretrain.py"
     script.write_text(
         "import megatron_fssdp\n"
@@ -112,8 +106,9 @@ def test_a_script_can_register_the_plugin_itself(text_data, tmp_path, fssdp):
         "from megatron_fssdp.pretraining.pretrain_gpt import main\n"
         "main()\n"
     )
-    options: Any = {"strategy": f"fssdp record_dir={tmp_path}", "launcher": False}
-    assert_equal(train(2, SHORT, text_data, model=replace(GPT, script=script), **options), fssdp)
+    options = {"strategy": f"fssdp record_dir={tmp_path}", "launcher": False}
+    launched = train(2, SHORT, text_data, strategy="fssdp")
+    assert_equal(train(2, SHORT, text_data, model=replace(GPT, script=script), **options), launched)
     assert read_metrics(tmp_path)[2].layers[0].num_replicas > 0
 
 

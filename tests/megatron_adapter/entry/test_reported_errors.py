@@ -15,7 +15,7 @@ from megatron_fssdp.megatron_adapter.entry.bad_input import report
 )
 def test_the_first_rank_of_a_node_is_the_first_to_print_an_error(rank, local, place, monkeypatch, capsys):
     """torchrun ends a node's ranks when one ends. An error that the first one does not have is not lost."""
-    waited: list[float] = []
+    waited = []
     monkeypatch.setattr(os, "environ", {"RANK": rank, "LOCAL_RANK": local})
     monkeypatch.setattr(bad_input.time, "sleep", waited.append)
     monkeypatch.setattr(bad_input.socket, "gethostname", lambda: "node1")

@@ -8,7 +8,6 @@ chunks, and replicas are copies of Parameters that DDP may still be gathering.
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -207,7 +206,7 @@ def _try_what_is_refused(model, optimizer):
 
     exp_avg, kind = state["exp_avg"], type(member)
     # Where a value is changed, its name, the odd rank's value, and the message.
-    changes: list[tuple[Any, str, Any, str]] = [
+    changes = [
         (group, "lr_mult", 0.5, "setting lr_mult of parameter .: 0.5 and 1.0"),
         (state, "step", state["step"] + 1, "state step of parameter .: 1.0 and 2.0"),
         (state, "exp_avg", exp_avg.bfloat16(), "got an optimizer with state exp_avg of .*bfloat16"),

@@ -2,7 +2,6 @@
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -95,7 +94,7 @@ class LayerWiseDistributedOptimizer:
 def test_a_layer_wise_optimizer_is_refused():
     from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
 
-    nothing: Any = None
+    nothing = None
     with pytest.raises(ConfigurationError, match="got Megatron's layer-wise optimizer"):
         ResidentExperts(nothing, 1, [], LayerWiseDistributedOptimizer(), nothing)
 
@@ -141,27 +140,27 @@ def compare_in_training(*, counts_in_groups):
     cheap_links()
     if counts_in_groups:
         optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = AdamOfGroups, False
-    found: dict[str, Any] = {"compared": 0, "difference": 0.0}
+    found = {"compared": 0, "difference": 0.0}
 
     def end_and_compare(end, driver):
         loads = end(driver)
         residents, owners = driver._residents, driver._session.slots.owners
         group, held = residents._contents.expert_parallel, residents._map
-        places: dict[tuple[str, int, int], int] = {}
+        places = {}
         for layer in range(owners.num_layers):
             first = owners.slots_per_device + layer * held.slots
             for expert, slot in owners.slots_on(group.rank(), layer).items():
                 places["owned", layer, expert] = slot
             for expert, slot in held.held_by(group.rank(), layer).items():
                 places["replica", layer, expert] = first + slot
-        here: dict[tuple[str, int, int], list[torch.Tensor]] = {key: [] for key in places}
+        here = {key: [] for key in places}
         residents._copy_settings()
         for quantity in residents._contents.quantities():
             rows = torch.empty(len(places), quantity.num_elements, dtype=quantity.dtype)
             quantity.read(list(places.values()), 0, rows)
             for key, row in zip(places, rows, strict=True):
                 here[key].append(row)
-        everywhere: list[Any] = [None] * group.size()
+        everywhere = [None] * group.size()
         dist.all_gather_object(everywhere, here, group=group)
         owned = {key[1:]: rows for rank in everywhere for key, rows in rank.items() if key[0] == "owned"}
         for (kind, *expert), rows in here.items():

@@ -1,9 +1,7 @@
 """Hooks on experts, and wrappers around their linear layers, which users add to the built model."""
 
-from collections.abc import Callable
 from itertools import product
 from types import MethodType
-from typing import Any
 
 import pytest
 import torch
@@ -153,7 +151,7 @@ def _quantize(linear):
 
 BEFORE, AFTER, BOTH = (False,), (True,), (False, True)
 # What is said of a change, how it is made, and whether layers have joined the strategy when it comes.
-CHANGES: list[tuple[str, Callable[[Any], object], tuple[bool, ...]]] = [
+CHANGES = [
     ("another forward pass", lambda layer: _own(layer.experts, "forward"), BOTH),
     ("Linear with another forward pass", lambda layer: _own(_last(layer).linear_fc1, "forward"), BOTH),
     ("quantizers", lambda layer: _last(layer).linear_fc1.add_module("quantizer", torch.nn.Identity()), BOTH),

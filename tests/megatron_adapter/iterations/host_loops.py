@@ -1,9 +1,7 @@
 """The training loops of hosts, reduced to their calls of megatron-core, on a GPT-MoE with hot experts."""
 
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +32,7 @@ class Host:
 
     has_gloo_groups = True  # in Megatron's parallel state
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -60,14 +58,14 @@ class Host:
             self.model.disable_forward_pre_hook(param_sync=False)
             self.config.param_sync_func = None
         self.at(0)
-        self.reference: dict[str, torch.Tensor] = {}
+        self.reference = {}
         self.found = Trained()
 
-    def at(self, iteration: int) -> None:
+    def at(self, iteration):
         """Begin the data of an iteration, on which only the rank has an influence."""
         self._generator = torch.Generator().manual_seed(100 + dist.get_rank() + 1000 * iteration)
 
-    def _hooks(self) -> None:
+    def _hooks(self):
         from megatron.core.distributed import finalize_model_grads
 
         config, ddp = self.config, self.model.ddp_config
@@ -76,22 +74,22 @@ class Host:
         if ddp.overlap_grad_reduce:
             config.no_sync_func, config.grad_sync_func = self.model.no_sync, self.model.start_grad_sync
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self):
         tokens = torch.randint(VOCABULARY // 4, (BATCH, LENGTH + 1), generator=self._generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def forward(self, model: Any = None) -> torch.Tensor:
+    def forward(self, model=None):
         tokens, labels = self.batch()
         positions = torch.arange(LENGTH).expand(BATCH, -1)
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        loss: torch.Tensor = (model or self.model)(tokens, positions, mask, labels=labels)
+        loss = (model or self.model)(tokens, positions, mask, labels=labels)
         return loss.mean()
 
-    def passes(self, number: int = MICRO_BATCHES, *, model: Any = None, forward_only: bool = False) -> float:
+    def passes(self, number=MICRO_BATCHES, *, model=None, forward_only=False):
         """Passes by Megatron's schedule; the sum of the losses."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        def step(data: Any, chunk: Any) -> Any:
+        def step(data, chunk):
             return self.forward(chunk), lambda loss: (loss, {"loss": loss.detach()})
 
         losses = get_forward_backward_func()(
@@ -105,14 +103,14 @@ class Host:
         )
         return sum(float(one["loss"]) for one in losses)
 
-    def log_probabilities(self, model: Any = None) -> None:
+    def log_probabilities(self, model=None):
         self.model.eval()
         with torch.no_grad():
             self.found.forward_only.append(self.passes(2, model=model, forward_only=True))
         self.model.train()
 
     @contextmanager
-    def other_weights(self) -> Iterator[None]:
+    def other_weights(self):
         """Give the model the weights of a reference, by their names, and its own ones afterwards."""
         import megatron_fssdp
 
@@ -129,31 +127,31 @@ class Host:
             self.model.enable_forward_pre_hook()
 
     @torch.no_grad()
-    def _write(self, weights: dict[str, torch.Tensor]) -> None:
+    def _write(self, weights):
         for name, one in self.gpt.named_parameters():
             one.copy_(weights[name])
 
-    def reset(self) -> None:
+    def reset(self):
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def finalize(self) -> None:
+    def finalize(self):
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.model])
 
-    def step(self, loss: float) -> None:
+    def step(self, loss):
         self.found.gradients.append(self.gradients())
         _, norm, _ = self.optimizer.step()
         self.found.norms.append(float(norm))
         self.found.losses.append(loss)
 
-    def _layers(self) -> Iterator[Any]:
+    def _layers(self):
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
         return (one for one in self.gpt.modules() if isinstance(one, MoELayer))
 
-    def gradients(self) -> dict[tuple[int, int, int], float]:
+    def gradients(self):
         found = {}
         for index, layer in enumerate(self._layers()):
             if (slots := getattr(layer, "slot_layer", None)) is not None:
@@ -166,26 +164,26 @@ class Host:
                     found[index, expert, place] = float(parameter.main_grad.norm())
         return found
 
-    def overlaps_gather(self) -> None:
+    def overlaps_gather(self):
         """After the first step, parameters are gathered in forward passes."""
         if self.model.ddp_config.overlap_param_gather:
             self.model.enable_forward_pre_hook()
             self.config.param_sync_func = self.model.start_param_sync
 
 
-def finished(kind: Any, **options: Any) -> Any:
+def finished(kind, **options):
     """A config of a class whose objects are finished by a call, as Megatron-Bridge's are."""
     late = type(kind.__name__, (kind,), {"__post_init__": lambda self: None})(**options)
     kind.__post_init__(late)
     return late
 
 
-def config() -> Any:
+def config():
     sizes = {"num_layers": 2, "num_attention_heads": 2, "moe_router_topk": 2, "init_method_std": 0.1}
     return moe_config(2, 16, EXPERTS, **sizes, hidden_dropout=0.0, attention_dropout=0.0)
 
 
-def build(config: Any) -> Any:
+def build(config):
     """A GPT whose first experts are hot, and whose experts differ between ranks."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -201,12 +199,12 @@ def build(config: Any) -> Any:
     return gpt
 
 
-def swift(host: Host, iteration: int) -> None:
+def swift(host, iteration):
     host.reset()
     host.step(host.passes())
 
 
-def verl(host: Host, iteration: int) -> None:
+def verl(host, iteration):
     """Log-probabilities, mini-batches of several sizes, gradients set to zero again after the step."""
     host.log_probabilities()
     for number in (1 + iteration % 3, 2):
@@ -217,7 +215,7 @@ def verl(host: Host, iteration: int) -> None:
         host.model.zero_grad_buffer()
 
 
-def slime(host: Host, iteration: int) -> None:
+def slime(host, iteration):
     """Log-probabilities of a reference, whose weights are written over the model's for a while."""
     with host.other_weights():
         host.log_probabilities()
@@ -229,7 +227,7 @@ def slime(host: Host, iteration: int) -> None:
     host.reset()
 
 
-def nemo(host: Host, iteration: int) -> None:
+def nemo(host, iteration):
     """Several calls of the schedule, none of which finalizes; gradients are scaled before their reduction."""
     host.reset()
     config, loss = host.config, 0.0
@@ -246,7 +244,7 @@ def nemo(host: Host, iteration: int) -> None:
     host.step(loss)
 
 
-def by_hand(host: Host, iteration: int) -> None:
+def by_hand(host, iteration):
     """No schedule; buffers are reset one by one; a forward pass without gradients in the middle."""
     for one in (*host.model.buffers, *host.model.expert_parallel_buffers):
         one.reset()
@@ -266,7 +264,7 @@ def by_hand(host: Host, iteration: int) -> None:
     host.step(total)
 
 
-def abandoning(host: Host, iteration: int) -> None:
+def abandoning(host, iteration):
     """Iterations that an error ends, or whose step is skipped, or whose gradients are set to zero twice."""
     host.reset()
     if iteration % 3 == 1:
@@ -275,7 +273,7 @@ def abandoning(host: Host, iteration: int) -> None:
     elif iteration % 3 == 2:
         forward, calls = host.forward, [0]
 
-        def failing(model: Any = None) -> Any:
+        def failing(model=None):
             calls[0] += 1
             if calls[0] == 2:
                 raise ArithmeticError("the second micro-batch")
@@ -290,7 +288,7 @@ def abandoning(host: Host, iteration: int) -> None:
     host.step(host.passes())
 
 
-def offloading(host: Host, iteration: int) -> None:
+def offloading(host, iteration):
     """Between the phases, the memory of parameters and gradients is given back, as verl does."""
     host.reset()
     host.step(host.passes())
@@ -306,21 +304,17 @@ def offloading(host: Host, iteration: int) -> None:
             one.param_data.copy_(values)
 
 
-Loop = Callable[[Any, int], None]
-Strategy = tuple[str, dict[str, Any]]
-LOOPS: dict[str, Loop] = {
-    loop.__name__: loop for loop in (swift, verl, slime, nemo, by_hand, abandoning, offloading)
-}
+LOOPS = {loop.__name__: loop for loop in (swift, verl, slime, nemo, by_hand, abandoning, offloading)}
 
 
-def trained(strategy: Strategy, loop: Loop, num_iterations: int = 3, **options: Any) -> Trained:
+def trained(strategy, loop, num_iterations=3, **options):
     """Train a new model on this rank."""
     import megatron_fssdp
     from megatron_fssdp.runtime.layers.pass_binder import PassBinder
 
     made = list[int]()
 
-    def counting(make: Any, self: Any, plan: Any, *given: Any, **more: Any) -> Any:
+    def counting(make, self, plan, *given, **more):
         made.append(plan.placement.num_replicas)
         return make(self, plan, *given, **more)
 
@@ -341,16 +335,12 @@ def trained(strategy: Strategy, loop: Loop, num_iterations: int = 3, **options: 
     return host.found
 
 
-def train_under(
-    rank: int, world_size: int, loop: str, strategies: list[Strategy], options: dict[str, Any]
-) -> list[Trained]:
+def train_under(rank, world_size, loop, strategies, options):
     """Train in one process under one strategy after another, ``none`` first; each has a model of its own."""
     return [trained(one, LOOPS[loop], **options) for one in (("none", {}), *strategies)]
 
 
-def assert_equal(
-    ranks: list[list[Trained]], names: Sequence[str], groups: Sequence[Sequence[int]] = ((0, 1),)
-) -> None:
+def assert_equal(ranks, names, groups=((0, 1),)):
     """Runs have the losses and norms of the first one of their rank, and in these groups its gradients."""
     for stock, *others in ranks:
         for name, found in zip(names, others, strict=True):
@@ -362,7 +352,7 @@ def assert_equal(
             assert_equal_gradients(*([ranks[one][which] for one in group] for which in (number, 0)), name)
 
 
-def assert_equal_gradients(found: list[Trained], stock: list[Trained], name: str) -> None:
+def assert_equal_gradients(found, stock, name):
     """Each expert's gradient is at its owner, wherever that is."""
     of_ranks = (zip(*(one.gradients for one in ranks), strict=True) for ranks in (found, stock))
     for got, wanted in zip(*of_ranks, strict=True):

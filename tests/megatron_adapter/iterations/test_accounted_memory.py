@@ -2,7 +2,6 @@
 
 import gc
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -86,7 +85,7 @@ def test_growing_batches_are_accounted_with_the_largest(monkeypatch):
 
     from megatron_fssdp.megatron_adapter.iterations.training_reports import _most_micro_batches
 
-    args: Any = SimpleNamespace(micro_batch_size=2, data_parallel_size=4, step_batch_size_schedule=None)
+    args = SimpleNamespace(micro_batch_size=2, data_parallel_size=4, step_batch_size_schedule=None)
     assert _most_micro_batches(args, 3) == 3  # by what a schedule announces, where Megatron counts nothing
     monkeypatch.setattr(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", args)
     monkeypatch.setattr(num_microbatches_calculator, "get_num_microbatches", lambda: 2)
@@ -118,7 +117,7 @@ def shadow_and_measure():
     from megatron_fssdp.strategies.fastermoe import fastermoe_strategy
 
     fastermoe_strategy.select_shadows = lambda *_, most, **__: tuple(range(most))
-    allocated: list[int] = []
+    allocated = []
     gc.freeze()  # objects that exist already are not searched
 
     def start_and_measure(start, layer):
@@ -132,7 +131,7 @@ def shadow_and_measure():
 
 
 def measure_in_training():
-    moved: list[int] = []
+    moved = []
 
     def measure(driver, memory):
         if driver.reshard is not None:

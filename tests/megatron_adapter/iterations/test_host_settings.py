@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,7 +48,7 @@ def other_routing():
 def test_all_ranks_are_refused(before, more, message, text_data, tmp_path):
     (tmp_path / "file").touch()
     more = more.replace("{file}", str(tmp_path / "file"))
-    options: Any = {"before": before, "env": {"FOLDER": str(tmp_path)}, "grace_s": 300}
+    options = {"before": before, "env": {"FOLDER": str(tmp_path)}, "grace_s": 300}
     runs = train_on_all_ranks(2, f"{SHORT} --moe-strategy fssdp {more}", text_data, **options)
     assert [run.exit_code for run in runs] == [2, 2]
     assert all(message in run.errors for run in runs)

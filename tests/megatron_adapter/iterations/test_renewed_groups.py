@@ -10,7 +10,7 @@ from tests.support.training_preload import TRAINING_PRELOAD
 from .host_loops import assert_equal, swift, trained
 from .test_host_loops import MOVING
 
-_renewable: list["Renewable"] = []
+_renewable = []
 
 
 class Renewable(dist.ProcessGroup):

@@ -4,7 +4,6 @@ import os
 import sys
 import types
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -266,7 +265,7 @@ def figures(name, record, but):
 
 def note_and_fake_wandb():
     note_routing()
-    module: Any = types.ModuleType("wandb")
+    module = types.ModuleType("wandb")
 
     def log(values, step=None):
         note((step, {name: np.asarray(value).tolist() for name, value in values.items()}))

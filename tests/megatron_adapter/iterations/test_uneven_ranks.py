@@ -13,15 +13,15 @@ from megatron_fssdp.records.placements import read_placements
 from tests.support.training_preload import run_megatron_ranks
 
 from ..training_run import slow
-from .host_loops import BATCH, LENGTH, Strategy, assert_equal, trained
+from .host_loops import BATCH, LENGTH, assert_equal, trained
 from .test_host_loops import MOVING, OVERLAPS
 
 ITERATIONS = 7
-STRATEGIES: list[Strategy] = [
+STRATEGIES = [
     ("flexmoe", {"placement_interval": 1, "window": 1}),
     ("fssdp", {"reshard_interval": 2}),  # by measured costs
 ]
-MORE: list[Strategy] = [
+MORE = [
     ("auto", {"choice_interval": 2}),
     ("smartmoe", {"reshard_interval": 2}),
     ("quota", {"slots": 2}),

@@ -14,7 +14,7 @@ from tests.support.training_preload import run_megatron_ranks
 
 from ..training_run import slow
 from . import host_loops
-from .host_loops import Host, Loop, Strategy, assert_equal, swift, trained
+from .host_loops import Host, assert_equal, swift, trained
 from .test_host_loops import FSSDP, MOVING
 
 
@@ -165,7 +165,7 @@ def halve(host):
 
 
 QUOTA, FLEXMOE = ("quota", {"slots": 2}), ("flexmoe", {})
-LOOPS: dict[Loop, list[Strategy]] = {
+LOOPS = {
     late_reset: [MOVING],
     first_forward_alone: [MOVING],
     reading: [MOVING, FLEXMOE],
@@ -179,7 +179,7 @@ LOOPS: dict[Loop, list[Strategy]] = {
     in_chunks: [FSSDP],
     in_eval_mode: [MOVING, FLEXMOE],
 }
-MORE: dict[Loop, list[Strategy]] = {
+MORE = {
     late_reset: [QUOTA],
     halving: [QUOTA],
     crossed: [FLEXMOE],
@@ -234,7 +234,7 @@ def refusals(rank, world_size):
     """What each case says, or nothing."""
     from megatron.core.distributed import DistributedDataParallel
 
-    said: dict[str, str] = {}
+    said = {}
 
     def note(case, call, *arguments):
         said[case] = ""

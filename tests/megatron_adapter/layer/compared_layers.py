@@ -51,11 +51,11 @@ class Found:
     distinct: tuple[int, int] = (0, 0)  # pairs of a token and another node, and of a token and a device
 
 
-def compare_rows(rank: int, rows: dict[str, Row]) -> dict[str, Found]:
+def compare_rows(rank, rows):
     return {name: _compare(rank, row) for name, row in rows.items()}
 
 
-def _compare(rank: int, row: Row) -> Found:
+def _compare(rank, row):
     from megatron.core import parallel_state as ps
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -106,16 +106,16 @@ def _compare(rank: int, row: Row) -> Found:
     return found
 
 
-def _topology(detect: Any, nodes: tuple[int, ...], *arguments: Any) -> Topology:
+def _topology(detect, nodes, *arguments):
     return Topology(nodes) if nodes else detect(*arguments)
 
 
-def _select_nothing(layer: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _select_nothing(layer, *arguments):
     probs, routing_map = type(layer).route(layer, *arguments)
     return probs * 0, routing_map & False
 
 
-def _count_rows(found: Found, dispatcher: Any, routing_map: torch.Tensor) -> None:
+def _count_rows(found, dispatcher, routing_map):
     node_D = dispatcher._topology.node_of_device_D
     hit_TD = routing_map.unflatten(1, (len(node_D), -1)).any(dim=2).numpy()
     is_far_D = node_D != node_D[dispatcher.ep_rank]
@@ -125,7 +125,7 @@ def _count_rows(found: Found, dispatcher: Any, routing_map: torch.Tensor) -> Non
     found.distinct = nodes, int(hit_TD.sum())
 
 
-def _layer(row: Row, is_split: bool, *, is_stock: bool = False) -> Any:
+def _layer(row, is_split, *, is_stock=False):
     from megatron.core import parallel_state as ps
 
     sizes = {
@@ -150,7 +150,7 @@ def _layer(row: Row, is_split: bool, *, is_stock: bool = False) -> Any:
     return layer
 
 
-def _add_to_main_grad(parameter: Any) -> None:
+def _add_to_main_grad(parameter):
     """As Megatron's DDP."""
     if not parameter.grad_added_to_main_grad:
         parameter.main_grad.add_(parameter.grad)
@@ -187,9 +187,9 @@ def _pass(layer, hidden, upstream, *, in_segments=False):
     return [output.detach(), mine.grad, layer.router.weight.grad.clone()], sums
 
 
-def _run_segments(layer: Any, x: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
+def _run_segments(layer, x, upstream):
     """Run the phases as Megatron's combined 1F1B schedule does: separate graphs, inputs that are freed."""
-    graphs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    graphs = []
     tensors = [x]
     for function, num_freed in (
         (lambda x: layer.preprocess(x, *layer.route(x)), 0),
@@ -211,5 +211,5 @@ def _run_segments(layer: Any, x: torch.Tensor, upstream: torch.Tensor) -> torch.
     return output
 
 
-def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+def _relative(got, want):
     return float((got - want).norm() / want.norm().clamp_min(1e-3))

@@ -1,12 +1,11 @@
 """The config of one small MoE layer on CPU ranks, which the tests of layers vary."""
 
 from functools import partial
-from typing import Any
 
 from ..grouped_linear import fake_grouped_experts
 
 
-def moe_config(world_size: int, hidden_size: int, num_experts: int, **options: Any) -> Any:
+def moe_config(world_size, hidden_size, num_experts, **options):
     """Megatron's config of a model with small experts and no auxiliary loss; ``options`` win."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -40,10 +39,10 @@ def build_layer(config, strategy, settings, *, fuses=False, stock=False):
     return layer if stock else StrategyMoELayer.of(layer, session_of(strategy, settings))
 
 
-def session_of(strategy: str, settings: dict[str, Any]) -> Any:
+def session_of(strategy, settings):
     """A session for layers that are built without DDP."""
     from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
     from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 
-    validated: Any = strategy_settings(strategy, settings, "settings")
+    validated = strategy_settings(strategy, settings, "settings")
     return StrategySession(strategy, validated)

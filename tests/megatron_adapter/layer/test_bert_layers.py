@@ -4,7 +4,6 @@ import dataclasses
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -81,7 +80,7 @@ def test_specs_differ_only_in_the_layers_with_experts():
 
     from megatron_fssdp.megatron_adapter.layer.bert_layers import with_experts
 
-    config: Any = SimpleNamespace(num_moe_experts=4, moe_grouped_gemm=False)
+    config = SimpleNamespace(num_moe_experts=4, moe_grouped_gemm=False)
     ours = with_experts(stock, config)
     experts = ours.params["experts"]
     # Checkpoints name the norm before experts as with Transformer Engine.

@@ -3,7 +3,6 @@
 import os
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -74,7 +73,7 @@ EXPERT_MODULES = {
         {**ON_INPUT, **GROUPED}, settings={"slots": 4, "rematerialize": True}
     ),
 }
-UNEVEN_TOKENS: dict[str, Any] = {"tokens": (5, 9, 1, 12), "silent": (1, 2), "replicates": False}
+UNEVEN_TOKENS = {"tokens": (5, 9, 1, 12), "silent": (1, 2), "replicates": False}
 ONCE = {**REPLICAS, "exchange": "deduplicated"}
 
 

@@ -4,7 +4,6 @@ The simulator replays the recorded loads with the same costs, which are planted 
 """
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,11 +17,11 @@ from megatron_fssdp.records.metrics import read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
+from tests.support.python_process import ROOT
 
 from ..training_run import add_to_logits, assert_close, note, slow, train, wrap
 
 EXAMPLE = "second_home"
-EXAMPLE_FOLDER = Path(__file__).parents[3] / "examples" / EXAMPLE
 # Short intervals, so that everything happens in the run; a strategy without keys here runs with its defaults.
 KEYS = {
     "fssdp": "slots=2 reshard_interval=3",
@@ -68,7 +67,7 @@ def prepare():
 
 def register_example():
     if EXAMPLE not in STRATEGIES:
-        sys.path.insert(0, str(EXAMPLE_FOLDER))
+        sys.path.insert(0, str(ROOT / "examples" / EXAMPLE))
         import second_home
 
         second_home.register()
@@ -103,7 +102,7 @@ def test_training_and_simulator_agree(chosen, plain, text_data, tmp_path, monkey
     strategy = build_strategy(name, resolve_strategy(name, None, keys))
     simulated = list(replay_strategy(strategy, read_loads(folder).counts_ILDE, TOPOLOGY, PROFILE))
     notes = iter(run.notes[: NUM_ITERATIONS * 2])  # of rank 0
-    found: list[tuple[bool, bool]] = []
+    found = []
     for iteration, record in enumerate(simulated):
         for layer, (_, plan, counts_DE) in enumerate(record.micro_batches[0]):
             where = f"iteration {iteration}, layer {layer}"

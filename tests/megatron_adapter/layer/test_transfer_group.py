@@ -2,7 +2,6 @@
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_one_connection_means_one_queue_on_gpus(monkeypatch, backend, connection
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     else:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    assert has_one_queue(cast(Any, None)) is wanted
+    assert has_one_queue(None) is wanted
 
 
 def note_timeouts():
@@ -113,7 +112,7 @@ class FakeLayer(torch.nn.Module):
 
     def forward(self, hidden):
         output, _ = self.self_attention.proj(self.self_attention.qkv(hidden))
-        return cast(torch.Tensor, output)
+        return output
 
     _te_cuda_graph_replay = forward
 
@@ -130,13 +129,13 @@ def test_a_layer_begins_with_its_gather_and_parts_of_attention_are_points_if_the
     group, order = object(), []
     lane = SimpleNamespace(advance=lambda: order.append("point"))
     monkeypatch.setattr(transfer_lanes, "_stream_lanes", {group: {"weights": lane}})
-    groups: Any = SimpleNamespace(one_queue=one_queue, transfers=group)
+    groups = SimpleNamespace(one_queue=one_queue, transfers=group)
     groups.advance_transfers = partial(ExpertGroups.advance_transfers, groups)
-    slots: Any = SimpleNamespace(groups=groups, local=SimpleNamespace(), mark=lambda *_: None)
+    slots = SimpleNamespace(groups=groups, local=SimpleNamespace(), mark=lambda *_: None)
     slots.launch = lambda hidden: order.append("gather")
-    moe: Any = SimpleNamespace(slot_layer=slots)
+    moe = SimpleNamespace(slot_layer=slots)
     layer, points = FakeLayer(), ["point"] * (2 if one_queue else 0)
-    _install_beginning(cast(Any, layer), moe, True)
+    _install_beginning(layer, moe, True)
     output = layer(torch.ones(1, 2, requires_grad=True))
     assert order == ["gather", *points]
     output.sum().backward()

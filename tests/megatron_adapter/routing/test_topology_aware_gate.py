@@ -1,5 +1,4 @@
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +78,7 @@ def test_nodes_with_too_few_experts_are_refused():
 
 
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-ROUTERS: list[dict[str, Any]] = [
+ROUTERS = [
     {},
     {"moe_router_topk": 1, "moe_router_pre_softmax": True},
     {**SIGMOID, "moe_router_dtype": "fp32"},

@@ -31,7 +31,7 @@ NAMES = "from tests.megatron_adapter.support.test_known_options import names; pr
 
 def names():
     """Names of Megatron's options by class, in JSON."""
-    kinds: list[Any] = [DistributedDataParallelConfig, OptimizerConfig, TransformerConfig]
+    kinds = [DistributedDataParallelConfig, OptimizerConfig, TransformerConfig]
     for kind in kinds:
         kinds += kind.__subclasses__()
     found = {kind.__name__: [one.name for one in fields(kind)] for kind in kinds}

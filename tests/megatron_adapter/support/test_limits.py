@@ -19,6 +19,7 @@ from megatron_fssdp.megatron_adapter.support.limits import (
 )
 from megatron_fssdp.megatron_adapter.support.megatron_settings import OPTIONAL, MegatronSettings, attributes
 from megatron_fssdp.strategies.registry import build_strategy
+from tests.support.tables import cells
 
 from ..layer.small_config import moe_config
 
@@ -130,7 +131,7 @@ TABLE = """
     fssdp | {SAVE} save_params_interval=5 | saved_by_name
 """
 LIMITS = {limit.code: limit for limit in (*EVERY, *SOME)}
-ROWS = [[cell.strip() for cell in row.split("|")] for row in TABLE.format_map(NAMES).strip().splitlines()]
+ROWS = cells(TABLE, **NAMES)
 
 
 def values(text):

@@ -3,12 +3,10 @@
 import os
 import re
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +94,7 @@ def plan_alone():
 
 
 # name: strategy, what happens, what all ranks' output says
-STOPPED: dict[str, tuple[str, Callable[[], None], str]] = {
+STOPPED = {
     "NaN": ("ep", partial(spoil_experts, float("nan")), "NaN"),
     "plans that differ": (
         f"{FSSDP} FSSDP_CHECK_PLANS=1",
@@ -194,7 +192,7 @@ def test_after_a_killed_rank_the_other_ends_and_the_run_resumes(name, text_data,
     killed, more, place = KILLED[name]
     moving = f"{FSSDP} reshard_interval=2"
     whole = train(2, TRAINING, text_data, strategy=moving)
-    options: Any = {"strategy": f"{moving} {more}", "before": partial(die_after, *killed), "grace_s": 300}
+    options = {"strategy": f"{moving} {more}", "before": partial(die_after, *killed), "grace_s": 300}
     with pytest.raises(RankError) as caught:
         train(2, f"{TRAINING} --save {tmp_path}", text_data, **options)
     message = str(caught.value)

@@ -4,16 +4,16 @@ They are built on a meta device at full width; those of more than four layers ar
 """
 
 import shlex
-from dataclasses import dataclass
-from pathlib import Path
+import sys
 
 from megatron_fssdp.config.run.composition import load_run
-from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.parameter_count import count_parameters
-from megatron_fssdp.launch.run_data import data_arguments
-from tests.support.training_preload import run_megatron_ranks
+from tests.support.python_process import ROOT
+from tests.support.training_preload import on_ranks
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+from ...launch.tiny_run import arguments_of
+
+CONFIGS = ROOT / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 
 DENSE = "model.num_experts=null parallelism.expert_model_parallel_size=1 'strategy={name: none}'"
@@ -42,25 +42,6 @@ OVERRIDES = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """The model that a rank builds."""
-
-    words: list[str]  # Megatron's arguments
-    num_ranks: int
-    strategy: str
-    vocab_size: int
-    family: str
-
-
-def job_of(run):
-    on_cpu, vocab_size = run.training.device != "cuda", run.data.vocab_size
-    data = data_arguments(run, Path("d"), vocab_size, vocab_size - 1, 50)
-    machine = Installation(on_cpu, has_transformer_engine=False)
-    words = megatron_arguments(run, data, machine, Path("runs/x"), resume=False)
-    return Job(words, run.parallelism.world_size, run.strategy.name, vocab_size, run.model.family)
-
-
 def shallow(path):
     is_tiny = path.stem.startswith("tiny-")
     parts = ("parallelism/cpu", "training/tiny") if is_tiny else ("parallelism/h200", "training/measure")
@@ -73,36 +54,28 @@ def shallow(path):
     return load_run(files, ["model.num_layers=2", *frequency, *experts])
 
 
+@on_ranks(1)
 def test_counted_parameters_equal_those_that_megatron_builds():
     runs = {path.stem: shallow(path) for path in MODELS}
     for file, overrides in OVERRIDES.items():
         path = CONFIGS / f"{file}.yaml"
         runs |= {f"{file} {words}": load_run([path], shlex.split(words)) for words in overrides}
-    jobs = {name: job_of(run) for name, run in runs.items()}
-    built = run_megatron_ranks(_built_elements, 1, jobs)[0]
-    assert built == {
-        name: count_parameters(run.model, run.data.vocab_size).total for name, run in runs.items()
-    }
+    counted = {name: count_parameters(run.model, run.data.vocab_size).total for name, run in runs.items()}
+    assert {name: built_elements(run) for name, run in runs.items()} == counted
 
 
-def _built_elements(rank, world_size, jobs):
-    return {name: _elements(job) for name, job in jobs.items()}
-
-
-def _elements(job):
-    import sys
-
+def built_elements(run):
     import torch
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
     from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments, requested_by
 
-    sys.argv = [f"pretrain_{job.family}.py", *job.words]
+    sys.argv = [f"pretrain_{run.model.family}.py", *arguments_of(run)]
     args = parse_args(add_strategy_arguments)
-    args.world_size = job.num_ranks
+    args.world_size = run.parallelism.world_size
     validate_args(args)
-    assert requested_by(args).name == job.strategy
+    assert requested_by(args).name == run.strategy.name
 
     config = core_transformer_config_from_args(args)
     # One rank holds the whole model.
@@ -111,14 +84,14 @@ def _elements(job):
     config.sequence_parallel = config.perform_initialization = False
     config.use_cpu_initialization = True
     with torch.device("meta"):
-        model = _bert(config, args, job) if job.family == "bert" else _gpt(config, args, job)
+        model = (_bert if run.model.family == "bert" else _gpt)(config, args, run.data.vocab_size)
     # Megatron allocates attention sinks on an explicit device.
     large = [p for name, p in model.named_parameters() if not name.endswith("softmax_offset")]
     assert {parameter.device.type for parameter in large} == {"meta"}
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _gpt(config, args, job):
+def _gpt(config, args, vocab_size):
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
@@ -138,7 +111,7 @@ def _gpt(config, args, job):
         config,
         layers,
         mtp_block_spec=later,
-        vocab_size=job.vocab_size,
+        vocab_size=vocab_size,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
@@ -146,9 +119,9 @@ def _gpt(config, args, job):
     )
 
 
-def _bert(config, args, job):
+def _bert(config, args, vocab_size):
     from megatron_fssdp.pretraining import pretrain_bert
 
-    args.padded_vocab_size = job.vocab_size  # without Megatron's padding
+    args.padded_vocab_size = vocab_size  # without Megatron's padding
     pretrain_bert.get_args = lambda: args
     return pretrain_bert.build_model(config=config)

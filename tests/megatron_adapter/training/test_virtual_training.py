@@ -114,9 +114,7 @@ def train_virtually(arguments, data, before=None, num_ranks=WORLD_SIZE):
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_FSSDP_DEVICE": "cuda"}
     environment |= {"LOCAL_WORLD_SIZE": str(num_ranks), **variables}
     argv = command_line(VIRTUAL_GPT, arguments, data)
-    runs: list[VirtualRun] = run_ranks(
-        train_on_device, num_ranks, argv, before, env=environment, preload=VIRTUAL_PRELOAD
-    )
+    runs = run_ranks(train_on_device, num_ranks, argv, before, env=environment, preload=VIRTUAL_PRELOAD)
     for rank, run in enumerate(runs):
         assert not run.training.exit_code, f"rank {rank}:\n{run.training.errors[-3000:]}"
         assert run.counts["operator"] > 0  # on the CUDA branches

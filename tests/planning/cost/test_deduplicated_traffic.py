@@ -24,7 +24,7 @@ from tests.support.random_placement import with_replicas
     num_tokens=st.integers(0, 12),
     seed=st.integers(0, 1000),
 )
-def test_every_token_takes_both_hops_once(nodes: list[int], num_tokens: int, seed: int) -> None:
+def test_every_token_takes_both_hops_once(nodes, num_tokens, seed):
     """Nodes may have different sizes and their devices any order of ranks."""
     topology = Topology.from_labels(nodes)
     num_devices, num_nodes = topology.num_devices, topology.num_nodes
@@ -56,7 +56,7 @@ OWNERS = ExpertPlacement.owners_only(even_owners(EXPERTS, DEVICES), DEVICES)
 
 @pytest.mark.parametrize("replicates", [False, True])
 @pytest.mark.parametrize("top_k", [2, 4, 8])
-def test_the_estimate_is_near_drawn_tokens(top_k: int, replicates: bool) -> None:
+def test_the_estimate_is_near_drawn_tokens(top_k, replicates):
     """Tokens draw their experts one after another, with log-normal popularity."""
     rng = np.random.default_rng(top_k)
     placement = OWNERS
@@ -91,7 +91,7 @@ def test_the_estimate_is_near_drawn_tokens(top_k: int, replicates: bool) -> None
     assert estimated.near == pytest.approx(drawn.near, rel=0.06)
 
 
-def test_busiest_links_are_those_of_single_hops() -> None:
+def test_busiest_links_are_those_of_single_hops():
     rng = np.random.default_rng(0)
     topology = Topology.from_labels([0, 1, 0, 1, 1, 2])
     size = topology.num_devices
@@ -116,7 +116,7 @@ def test_busiest_links_are_those_of_single_hops() -> None:
 
 
 @pytest.mark.parametrize(("top_k", "far"), [(1, 1.0), (2, 0.9), (8, 0.48)])
-def test_tokens_per_pair_of_equal_loads(top_k: int, far: float) -> None:
+def test_tokens_per_pair_of_equal_loads(top_k, far):
     near, between = tokens_per_pair(TOPOLOGY, EXPERTS, TokenChoices(top_k))
     assert between == pytest.approx(far, abs=0.005)
     # Relays pass on the tokens of the other nodes, too.

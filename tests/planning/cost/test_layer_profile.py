@@ -6,7 +6,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import HOST_MESSAGES, PipelinedMessages
 
 
-def profile(intra_beta: float, inter_beta: float, non_moe_s: float = 0.5) -> LayerProfile:
+def profile(intra_beta, inter_beta, non_moe_s=0.5):
     cluster = ClusterCost(LinkCost(1e-3, intra_beta), LinkCost(1e-3, inter_beta), expert_flops_per_s=1e9)
     return LayerProfile(
         non_moe_s, cluster, expert_bytes=1000, token_bytes=20, flops_per_token=300.0, memory_capacity=2
@@ -23,14 +23,12 @@ def profile(intra_beta: float, inter_beta: float, non_moe_s: float = 0.5) -> Lay
         (0.0, 0.0, 2, 0),  # nothing measured
     ],
 )
-def test_the_slowest_link_in_use_sets_the_bandwidth(
-    intra_beta: float, inter_beta: float, num_nodes: int, wanted: int
-) -> None:
+def test_the_slowest_link_in_use_sets_the_bandwidth(intra_beta, inter_beta, num_nodes, wanted):
     topology = Topology.uniform(4, num_nodes)
     assert profile(intra_beta, inter_beta).overlap_degree(topology) == wanted
 
 
-def test_messages_follow_the_slowest_link_of_a_plan_and_the_host() -> None:
+def test_messages_follow_the_slowest_link_of_a_plan_and_the_host():
     near, far = LinkCost(1e-6, 1 / 200e9), LinkCost(90e-6, 1 / 50e9)
     rule = measured_messages(ClusterCost(near, far, 1.0), on_cuda=True)
     assert isinstance(rule, PipelinedMessages)

@@ -12,7 +12,7 @@ from megatron_fssdp.planning.cost.link_seconds import transfer_traffic
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
-from megatron_fssdp.planning.transfer.transfer_plan import TransferPlan, two_level_transfer
+from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from tests.support.random_placement import plain_transfer
@@ -26,7 +26,7 @@ def test_a_transfer_takes_as_long_as_its_busiest_link():
     placement = ExpertPlacement(np.array([0]), np.ones((1, 4), dtype=bool))
     star, tree = plain_transfer(placement), two_level_transfer(placement, topology)
 
-    def seconds(transfer: TransferPlan, profile: LayerProfile) -> float:
+    def seconds(transfer, profile):
         traffic = transfer_traffic(transfer, topology)
         return transfer_times(profile.links, traffic, 3, profile.messages).seconds
 
@@ -51,7 +51,7 @@ def test_a_transfer_takes_as_long_as_its_busiest_link():
         ({"rematerialize": True}, 2 * (10 - 4) + 2 * 10, 2 * (10 - 6)),
     ],
 )
-def test_what_is_waited_for_by_life(ways: dict[str, bool], gather_s: float, reduce_s: float):
+def test_what_is_waited_for_by_life(ways, gather_s, reduce_s):
     """The device that owns the only expert sends it to the other one, at 8 bytes/s; there are no tokens."""
     link = LinkCost(0.0, 1 / 8)
     profile = replace(PROFILE, cluster=ClusterCost(link, link, 1.0), non_moe_s=3.0, num_micro_batches=2)

@@ -6,31 +6,28 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.dispatch.token_dispatch import TokenDispatch, plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.planning.slot_tables import SlotTable
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.planning.placement_cases import (
     brute_force_dispatch_DED,
     pairs_traffic,
     placements,
     random_counts_DE,
+    slots_of,
 )
 from tests.runtime.slots.remap.exact_reference import exact_ends_ED
 
-SEEDS = st.integers(0, 2**32 - 1)
 WHOLE = 840
 """Multiples of this number are divided among any number of holders without remainder."""
 
 
-def sent_by_all(dispatch: TokenDispatch) -> np.ndarray:
+def sent_by_all(dispatch):
     """Tokens by source, expert and receiving device, ``[D, E, D]``."""
     return np.stack([dispatch.sent_ED(source) for source in range(len(dispatch.counts_DE))])
 
 
 @examples(150)
 @given(placements(), SEEDS)
-def test_even_dispatch_is_the_one_written_down_token_by_token(
-    case: tuple[Topology, ExpertPlacement], seed: int
-) -> None:
+def test_even_dispatch_is_the_one_written_down_token_by_token(case, seed):
     topology, placement = case
     counts_DE = WHOLE * random_counts_DE(seed, placement.num_devices, placement.num_experts)
     full = brute_force_dispatch_DED(counts_DE, placement, topology)
@@ -44,9 +41,7 @@ def test_even_dispatch_is_the_one_written_down_token_by_token(
 
 @examples(150)
 @given(placements(), SEEDS, st.sampled_from(["exact", "owner", "quotas"]))
-def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(
-    case: tuple[Topology, ExpertPlacement], seed: int, kind: str
-) -> None:
+def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(case, seed, kind):
     topology, placement = case
     counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts)
     if kind == "quotas":
@@ -57,7 +52,7 @@ def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(
         tokens_ED = counts_DE.sum(axis=0)[:, None] * share_ED / share_ED.sum(axis=1, keepdims=True)
         dispatch = TokenDispatch(counts_DE, tokens_ED, topology)
     else:
-        dispatch = plan_dispatch(kind, counts_DE, placement, topology)  # type: ignore[arg-type]
+        dispatch = plan_dispatch(kind, counts_DE, placement, topology)
     sent_DED = sent_by_all(dispatch)
     assert sent_DED.min() >= -1e-9
     assert not sent_DED[:, ~placement.present_ED].any()
@@ -85,14 +80,12 @@ def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(
 
 @examples(100)
 @given(placements(), SEEDS)
-def test_exact_dispatch_is_what_the_device_computes(
-    case: tuple[Topology, ExpertPlacement], seed: int
-) -> None:
+def test_exact_dispatch_is_what_the_device_computes(case, seed):
     """The device rounds to whole tokens, and keeps even dispatch where its remainders are lucky."""
     topology, placement = case
     counts_DE = WHOLE * random_counts_DE(seed, placement.num_devices, placement.num_experts)
     dispatch = plan_dispatch("exact", counts_DE, placement, topology)
-    slots = SlotTable.of(placement, int(placement.replicas_per_device_D.max()))
+    slots = slots_of(placement)
     device_D = np.zeros(placement.num_devices)
     for source in range(placement.num_devices):
         end_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source)
@@ -101,7 +94,7 @@ def test_exact_dispatch_is_what_the_device_computes(
     assert np.abs(dispatch.device_tokens_D - device_D).max() <= slack
 
 
-def test_bad_arguments_say_what_was_wanted() -> None:
+def test_bad_arguments_say_what_was_wanted():
     placement = ExpertPlacement.owners_only(np.array([0, 1]), 2)
     with pytest.raises(ValueError, match=r"shape \(3, 2\).* wanted \(2, 2\)"):
         plan_dispatch("even", np.zeros((3, 2), int), placement, Topology.uniform(2, 1))

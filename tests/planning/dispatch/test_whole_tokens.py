@@ -10,7 +10,7 @@ from megatron_fssdp.planning.placement.topology import Topology
 
 
 @st.composite
-def dispatches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, Topology]:
+def dispatches(draw):
     """Counts ``[D, E]``, quotas ``[E, D]``, and nodes in any order."""
     num_devices, num_experts = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     topology = Topology.from_labels([draw(st.integers(0, 2)) for _ in range(num_devices)])
@@ -22,7 +22,7 @@ def dispatches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, Topology]:
 
 
 @given(dispatches())
-def test_every_token_is_sent_once_and_every_quota_is_filled(case: tuple) -> None:
+def test_every_quota_is_filled_with_the_nearest_tokens_and_every_token_is_sent_once(case):
     counts_DE, tokens_ED, topology = case
     all_devices = [whole_tokens(counts_DE, tokens_ED, topology, d) for d in range(len(counts_DE))]
     sent_SED = np.stack([one.sent_ED for one in all_devices])
@@ -32,14 +32,7 @@ def test_every_token_is_sent_once_and_every_quota_is_filled(case: tuple) -> None
     # What a device gets is what the others send to it: nobody has to tell.
     assert np.array_equal(np.stack([one.got_ED for one in all_devices]), sent_SED.transpose(2, 1, 0))
 
-
-@given(dispatches())
-def test_quotas_get_the_nearest_tokens(case: tuple) -> None:
-    counts_DE, tokens_ED, topology = case
     own_ED = np.minimum(counts_DE.T, tokens_ED)
-    sent_SED = np.stack(
-        [whole_tokens(counts_DE, tokens_ED, topology, d).sent_ED for d in range(len(counts_DE))]
-    )
     assert np.array_equal(np.einsum("ded->ed", sent_SED), own_ED)
     for devices in map(list, topology.devices_by_node):
         inside_E = sent_SED[devices][:, :, devices].sum(axis=(0, 2))
@@ -47,6 +40,6 @@ def test_quotas_get_the_nearest_tokens(case: tuple) -> None:
         assert np.array_equal(inside_E, np.minimum(wanted_E, has_E))
 
 
-def test_quotas_of_other_counts_are_refused() -> None:
+def test_quotas_of_other_counts_are_refused():
     with pytest.raises(ValueError, match="expert 1: got quotas of 3 tokens, wanted quotas of all its 4"):
         whole_tokens(np.array([[1, 4]]), np.array([[1], [3]]), Topology((0,)), 0)

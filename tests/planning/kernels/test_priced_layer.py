@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning import compiled_form
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import layer_search
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.planning.placement_cases import random_counts_DE
-from tests.planning.test_search import SEEDS, profiles
+from tests.planning.test_search import profiles
 
 with pytest.MonkeyPatch.context() as patch:  # other tests keep the compiled form
     for name, module in compiled_form._kernels()[0].items():
@@ -23,9 +22,7 @@ with pytest.MonkeyPatch.context() as patch:  # other tests keep the compiled for
 
 @examples(60)
 @given(SEEDS, profiles(), st.sampled_from([1, 2, 4]), st.booleans())
-def test_prices_of_trials_are_those_of_new_layers(
-    seed: int, profile: LayerProfile, num_nodes: int, is_smooth: bool
-) -> None:
+def test_prices_of_trials_are_those_of_new_layers(seed, profile, num_nodes, is_smooth):
     """One expert after another is out and gets other holders, another one comes in beside it."""
     rng = np.random.default_rng(seed)
     owner_E, topology = rng.integers(8, size=6), Topology.uniform(8, num_nodes)
@@ -36,12 +33,12 @@ def test_prices_of_trials_are_those_of_new_layers(
     layer = PricedLayer(costed, ExpertPlacement(owner_E, present_ED), 8)
     layer.is_smooth = is_smooth
 
-    def price_of_a_new_layer() -> float:
+    def price_of_a_new_layer():
         new = PricedLayer(costed, ExpertPlacement(owner_E, np.array(layer.has_ED, np.bool_)), 8)
         new.is_smooth = is_smooth
         return float(new.price())
 
-    def change_a_holder(expert: int) -> None:
+    def change_a_holder(expert):
         device = rng.choice(np.flatnonzero(np.arange(8) != owner_E[expert]))
         layer.put(expert, device, -1 if layer.has_ED[expert, device] else 1)
 

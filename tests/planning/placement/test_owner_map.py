@@ -5,22 +5,23 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement.owner_map import EMPTY, OwnerMap, ResidentMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
+from tests.drawn_examples import SEEDS
 
 
 @st.composite
-def owner_maps(draw: st.DrawFn) -> tuple[OwnerMap, np.ndarray]:
+def owner_maps(draw):
     """A map after some moves, and other owners with the same number of experts for each device."""
     num_layers, local, num_devices = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 5))
     even = OwnerMap.even(num_layers, local * num_devices, num_devices)
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rng = np.random.default_rng(draw(SEEDS))
 
-    def shuffled() -> np.ndarray:
+    def shuffled():
         return rng.permutation(even.device_LE.reshape(-1)).reshape(even.device_LE.shape)
 
     return even.with_owners(shuffled()), shuffled()
 
 
-def test_the_even_map_equals_megatrons_assignment() -> None:
+def test_the_even_map_equals_megatrons_assignment():
     even = OwnerMap.even(num_layers=2, num_experts=4, num_devices=2)
     assert even.device_LE.tolist() == [[0, 0, 1, 1]] * 2
     assert even.slot_LE.tolist() == [[0, 1, 0, 1], [2, 3, 2, 3]]
@@ -29,7 +30,7 @@ def test_the_even_map_equals_megatrons_assignment() -> None:
 
 
 @given(owner_maps())
-def test_moves_lead_from_one_map_to_the_other_and_lists_back_to_it(case: tuple[OwnerMap, np.ndarray]) -> None:
+def test_moves_lead_from_one_map_to_the_other_and_lists_back_to_it(case):
     old, device_LE = case
     new = old.with_owners(device_LE)
     assert np.array_equal(new.device_LE, device_LE)
@@ -49,7 +50,7 @@ def test_moves_lead_from_one_map_to_the_other_and_lists_back_to_it(case: tuple[O
     assert again.digest() == new.digest()
 
 
-def test_maps_without_some_expert_are_refused() -> None:
+def test_maps_without_some_expert_are_refused():
     even = OwnerMap.even(1, 4, 2)
     with pytest.raises(ValueError, match="used twice"):
         OwnerMap(even.device_LE, [[0, 0, 0, 1]], 2)
@@ -62,7 +63,7 @@ def test_maps_without_some_expert_are_refused() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 6))
-def test_fewer_experts_than_devices_are_spread_over_all_devices(more: int, experts: int, layers: int) -> None:
+def test_fewer_experts_than_devices_are_spread_over_all_devices(more, experts, layers):
     devices = experts + more
     even = OwnerMap.even(layers, experts, devices)
     for device_E in even.device_LE:
@@ -80,7 +81,7 @@ def test_fewer_experts_than_devices_are_spread_over_all_devices(more: int, exper
         assert (moved.slot_LE.reshape(-1)[1:] == even.slot_LE.reshape(-1)[1:]).all()
 
 
-def drawn(rng: np.random.Generator, owner_E: np.ndarray, num_devices: int, slots: int) -> ExpertPlacement:
+def drawn(rng, owner_E, num_devices, slots):
     """Up to ``slots`` replicas on every device."""
     present_ED = ExpertPlacement.owners_only(owner_E, num_devices).present_ED.copy()
     for device in range(num_devices):
@@ -97,12 +98,10 @@ def drawn(rng: np.random.Generator, owner_E: np.ndarray, num_devices: int, slots
     local=st.integers(1, 3),
     slots=st.integers(1, 4),
 )
-def test_copies_turn_the_old_map_into_the_new_one(
-    seed: int, num_layers: int, num_devices: int, local: int, slots: int
-) -> None:
+def test_copies_turn_the_old_map_into_the_new_one(seed, num_layers, num_devices, local, slots):
     rng = np.random.default_rng(seed)
     owners = OwnerMap.even(num_layers, num_devices * local, num_devices)
-    held: dict[tuple[int, int], tuple[int, int]] = {
+    held = {
         (device, slot): (layer, expert)
         for device, layer in np.ndindex(num_devices, num_layers)
         for expert, slot in owners.slots_on(device, layer).items()
@@ -133,7 +132,7 @@ def test_copies_turn_the_old_map_into_the_new_one(
         residents = new
 
 
-def test_a_device_without_room_is_refused() -> None:
+def test_a_device_without_room_is_refused():
     owner_E = np.array([0, 0, 1, 1])
     placement = ExpertPlacement(owner_E, np.ones((4, 2), bool))
     with pytest.raises(ValueError, match=r"layer 0, device 0: got 2 replicas, wanted at most 1"):

@@ -26,7 +26,7 @@ def test_bad_topologies_say_what_was_wanted():
         Topology((0, 2))
 
 
-def test_the_steps_are_those_of_fastermoes_figure_7() -> None:
+def test_the_steps_are_those_of_fastermoes_figure_7():
     """Three groups, seen from group 0: in step 1 it sends to group 2 and gets rows of group 1."""
     ring = GroupRing(rank=1, num_ranks=6, group_size=2)
     assert [list(ring.receivers(step)) for step in range(3)] == [[0, 1], [4, 5], [2, 3]]
@@ -35,7 +35,7 @@ def test_the_steps_are_those_of_fastermoes_figure_7() -> None:
 
 @pytest.mark.parametrize("own_last", [False, True])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 6])
-def test_each_send_has_a_receive_in_the_same_step(group_size: int, own_last: bool) -> None:
+def test_each_send_has_a_receive_in_the_same_step(group_size, own_last):
     rings = [GroupRing(rank, 6, group_size, own_last) for rank in range(6)]
     for ring in rings:
         own_step = ring.num_steps - 1 if own_last else 0
@@ -47,7 +47,7 @@ def test_each_send_has_a_receive_in_the_same_step(group_size: int, own_last: boo
     assert sum(len(rings[0].receivers(step)) for step in range(rings[0].num_steps)) == 6
 
 
-def test_groups_are_nodes_unless_a_size_is_given() -> None:
+def test_groups_are_nodes_unless_a_size_is_given():
     assert GroupRing.of(0, Topology.uniform(8, 4)).group_size == 2
     assert GroupRing.of(0, Topology.uniform(8, 1)).group_size == 1
     assert GroupRing.of(0, Topology((0, 0, 1))).group_size == 1

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.link_seconds import transfer_traffic
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -12,7 +11,7 @@ from megatron_fssdp.planning.transfer.transfer_plan import (
     additional_transfer,
     two_level_transfer,
 )
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.support.random_placement import plain_transfer
 
 from ..placement_cases import placements
@@ -133,7 +132,7 @@ def test_a_plan_for_another_placement_is_refused(placement):
 
 
 @examples(100)
-@given(placements(), st.integers(0, 2**32 - 1))
+@given(placements(), SEEDS)
 def test_additional_replicas_come_from_their_owners(case, seed):
     topology, corrected = case
     present_ED = np.random.default_rng(seed).random(corrected.present_ED.shape) < 0.5

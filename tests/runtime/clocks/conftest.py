@@ -8,12 +8,12 @@ class Clock:
 
     now_s = 100.0
 
-    def passes(self, seconds: float) -> None:
+    def passes(self, seconds):
         self.now_s += seconds
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     for module in (layer_stopwatch, pass_timer):
         monkeypatch.setattr(module, "now", lambda is_cuda: clock.now_s)

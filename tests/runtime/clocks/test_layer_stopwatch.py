@@ -4,12 +4,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 
-from .conftest import Clock
-
 CPU = torch.device("cpu")
 
 
-def measured(watch: LayerStopwatch, clock: Clock, before_s: float, experts_s: float, num_rows: int) -> None:
+def measured(watch, clock, before_s, experts_s, num_rows):
     """One forward pass, with other work after both measured parts."""
     watch.layer_begins(CPU)
     clock.passes(before_s)
@@ -22,14 +20,14 @@ def measured(watch: LayerStopwatch, clock: Clock, before_s: float, experts_s: fl
     watch.reach(None, torch.empty(2, 2))
 
 
-def test_non_expert_time_is_a_median_and_expert_time_is_a_sum(clock: Clock) -> None:
+def test_non_expert_time_is_a_median_and_expert_time_is_a_sum(clock):
     watch = LayerStopwatch()
     for seconds in (0.25, 8.0, 0.5):  # the long pass is an outlier
         measured(watch, clock, seconds, seconds, 5)
     assert (watch.before_s(), watch.experts_s(), watch.num_rows) == (0.5, 8.75, 15)
 
 
-def test_the_first_measured_iteration_is_cold_and_dropped(clock: Clock) -> None:
+def test_the_first_measured_iteration_is_cold_and_dropped(clock):
     watch = LayerStopwatch()
     watch.iteration_ends()  # an iteration without passes, as before the first one
     for _ in range(2):  # both micro-batches of the first iteration
@@ -43,11 +41,11 @@ def test_the_first_measured_iteration_is_cold_and_dropped(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_recomputed_pass_is_not_counted(use_reentrant: bool, clock: Clock) -> None:
+def test_a_recomputed_pass_is_not_counted(use_reentrant, clock):
     watch = LayerStopwatch()
-    passes: list[int] = []
+    passes = []
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x):
         passes.append(len(passes))
         watch.layer_begins(CPU)
         y = x.sin()

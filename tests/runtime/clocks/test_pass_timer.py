@@ -1,5 +1,4 @@
 from dataclasses import astuple, replace
-from typing import Any
 
 import pytest
 import torch
@@ -8,18 +7,16 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds, PassTimer
 
-from .conftest import Clock
-
 
 class _Work(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, clock: Clock, seconds: float, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, clock, seconds, x):
         ctx.clock, ctx.seconds = clock, seconds
         clock.now_s += seconds
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx, *gradients):
         ctx.clock.now_s += 2 * ctx.seconds
         return None, None, gradients[0]
 
@@ -27,11 +24,11 @@ class _Work(torch.autograd.Function):
 class Layer:
     """A layer with a gate, whose gradient reaches the hidden states beside that of the dispatch."""
 
-    def __init__(self, timer: PassTimer, clock: Clock) -> None:
+    def __init__(self, timer, clock):
         self.timer, self.clock = timer, clock
         self.seconds = PassSeconds(), PassSeconds()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x):
         self.timer.border(self.seconds, x, "other", None)
         x = _Work.apply(self.clock, 1.0, x)
         probs = _Work.apply(self.clock, 0.5, x)
@@ -54,7 +51,7 @@ FORWARD = PassSeconds(1.5, 2.25, 4.0, 8.0, 4.0)
 BACKWARD = PassSeconds(3.0, 4.5, 8.0, 16.0, 8.0)
 
 
-def test_every_part_gets_its_seconds_in_both_passes(clock: Clock) -> None:
+def test_every_part_gets_its_seconds_in_both_passes(clock):
     timer = PassTimer()
     layers = [Layer(timer, clock) for _ in range(2)]
     timer.start()
@@ -68,7 +65,7 @@ def test_every_part_gets_its_seconds_in_both_passes(clock: Clock) -> None:
         assert layer.seconds == (FORWARD, BACKWARD)
 
 
-def test_seconds_of_a_gather_beside_a_dispatch_are_the_gather_s(clock: Clock) -> None:
+def test_seconds_of_a_gather_beside_a_dispatch_are_the_gather_s(clock):
     """The dispatch begins after 1.5 s. It takes 2 s before a wait of 64 s and 0.25 s behind it."""
     timer, begin_s = PassTimer(), clock.now_s
     layer, other = Layer(timer, clock), Layer(timer, clock)
@@ -84,7 +81,7 @@ def test_seconds_of_a_gather_beside_a_dispatch_are_the_gather_s(clock: Clock) ->
     assert other.seconds == (FORWARD, BACKWARD)
 
 
-def test_micro_batches_add_up_and_an_iteration_that_starts_again_does_not(clock: Clock) -> None:
+def test_micro_batches_add_up_and_an_iteration_that_starts_again_does_not(clock):
     timer = PassTimer()
     layer = Layer(timer, clock)
     for _ in range(2):
@@ -98,7 +95,7 @@ def test_micro_batches_add_up_and_an_iteration_that_starts_again_does_not(clock:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_recomputed_pass_is_a_part_of_the_backward_pass(use_reentrant: bool, clock: Clock) -> None:
+def test_a_recomputed_pass_is_a_part_of_the_backward_pass(use_reentrant, clock):
     timer = PassTimer()
     layer = Layer(timer, clock)
     timer.start()
@@ -115,7 +112,7 @@ def test_a_recomputed_pass_is_a_part_of_the_backward_pass(use_reentrant: bool, c
         assert (backward.other_s, backward.experts_s) == (4.5, 12.0)
 
 
-def test_ranks_are_combined_by_means_and_the_slowest_experts() -> None:
+def test_ranks_are_combined_by_means_and_the_slowest_experts():
     combined = PassSeconds.combined([PassSeconds(1, 2, 3, 4, 3), PassSeconds(3, 4, 7, 0, 7)])
     assert combined == PassSeconds(2, 3, 5, 2, 7)
     assert combined.is_measured

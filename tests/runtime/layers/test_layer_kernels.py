@@ -5,11 +5,9 @@ Experts compute as Transformer Engine's grouped ones: one kernel for each expert
 
 import itertools
 from collections import Counter
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from devtools.virtual_cuda import EventKind, virtual_cuda
@@ -27,7 +25,7 @@ PRODUCTS = 3 * 2  # of an expert's two matrices in both passes
 
 class GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, rows_U: list[int], *weights: Tensor) -> Tensor:
+    def forward(ctx, rows, rows_U, *weights):
         ctx.rows_U = rows_U
         ctx.save_for_backward(rows, *weights)
         output = rows.new_empty(len(rows), len(weights[0]))
@@ -37,7 +35,7 @@ class GroupedProduct(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx, gradient):
         rows, *weights = ctx.saved_tensors
         of_rows = torch.empty_like(rows)
         tensors = (of_rows, gradient, rows)
@@ -45,12 +43,12 @@ class GroupedProduct(torch.autograd.Function):
         return of_rows, None, *(_products(*part) for part in parts)
 
 
-def _products(of_x: Tensor, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def _products(of_x, gradient, x, weight):
     torch.mm(gradient, weight, out=of_x)
     return gradient.t() @ x
 
 
-def grouped_experts(rows: Tensor, rows_U: list[int], row_probs: Tensor, parameters_U: Any) -> Tensor:
+def grouped_experts(rows, rows_U, row_probs, parameters_U):
     used = [slot for slot, parameters in enumerate(parameters_U) if parameters is not None]
     fc1_U, fc2_U = zip(*(parameters_U[slot] for slot in used), strict=True)
     rows_of_used = [rows_U[slot] for slot in used]
@@ -59,7 +57,7 @@ def grouped_experts(rows: Tensor, rows_U: list[int], row_probs: Tensor, paramete
     return (output * row_probs.unsqueeze(1)).to(output.dtype)
 
 
-def count(rank: int, world_size: int) -> dict[str, list[Counter[str]]]:
+def count(rank, world_size):
     """Operations of the passes of the second iteration, by placement: forward and backward passes."""
     found = {}
     for placement in ("owners", "everywhere"):
@@ -103,7 +101,7 @@ def count(rank: int, world_size: int) -> dict[str, list[Counter[str]]]:
     return found
 
 
-def test_12_replicas_add_few_batches_and_kernels_to_a_layer() -> None:
+def test_12_replicas_add_few_batches_and_kernels_to_a_layer():
     for of_placement in run_ranks(count, RANKS, preload=VIRTUAL_PRELOAD):
         owners, everywhere = of_placement["owners"], of_placement["everywhere"]
         assert [one["batch"] for one in owners] == [0, 0]

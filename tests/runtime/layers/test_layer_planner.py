@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from tests.support.training_preload import on_layer_ranks
 
 from ..case_run import CaseRun
 from ..drawn_placements import DrawnPlacements
 from ..layer_case import LayerCase
-from ..rank_layer import run_layer_ranks
 
 CASE = LayerCase("shared", num_nodes=1, num_layers=5, num_experts=6, schedule="FB")
 
@@ -21,20 +19,18 @@ CASE = LayerCase("shared", num_nodes=1, num_layers=5, num_experts=6, schedule="F
 class Shared(DrawnPlacements):
     """Notes for which layers it is asked, and can fail."""
 
-    shares_plans = True
-
-    def __init__(self, case: LayerCase) -> None:
+    def __init__(self, case):
         super().__init__(case)
         self.shares_plans, self.asked, self.fails_at = True, [], 0
 
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before_gate(self, context, history):
         self.asked.append(context.layer)
         if context.layer == self.fails_at:
             raise ValueError("no plan for this layer")
         return super().before_gate(context, history)
 
 
-def iterate(run: CaseRun) -> list[bytes]:
+def iterate(run):
     run.runtime.begin_iteration(1)
     run.forward(run.draw())[0].sum().backward()
     digests = [layer.slots.passes.shared.digest for layer in run.layers]
@@ -42,7 +38,9 @@ def iterate(run: CaseRun) -> list[bytes]:
     return digests
 
 
-def share_by_turns(rank: int, world_size: int) -> None:
+@on_layer_ranks(2)
+def test_a_layer_is_planned_by_one_rank_for_all():
+    own = list(range(1 + dist.get_rank(), 6, 2))
     with mock.patch("tests.runtime.case_run.strategy_of", Shared):
         run = CaseRun(CASE, check_plans=False)
     iterate(run)
@@ -54,7 +52,7 @@ def share_by_turns(rank: int, world_size: int) -> None:
         slots = [one.slots for one in run.layers]
         wanted = [alone.before_gate(one.local.context, one.history).digest() for one in slots]
         assert iterate(run) == wanted
-        assert run.strategy.asked == list(range(1 + rank, 6, world_size))
+        assert run.strategy.asked == own
     # An evaluation shares as well, and the next iteration has its plans.
     run.strategy.asked.clear()
     with run.runtime.evaluation():
@@ -62,9 +60,9 @@ def share_by_turns(rank: int, world_size: int) -> None:
     with run.runtime.evaluation():
         run.forward(run.draw())
     iterate(run)
-    assert sorted(run.strategy.asked) == list(range(1 + rank, 6, world_size))
+    assert sorted(run.strategy.asked) == own
     run.runtime.drop_plans()
-    if not rank:  # A capture sends no messages, so one rank alone can make it.
+    if dist.get_rank() == 0:  # A capture sends no messages, so one rank alone can make it.
         captured = mock.Mock(return_value=True)
         slots = run.layers[1].slots
         with mock.patch.multiple(torch.cuda, is_available=captured, is_current_stream_capturing=captured):
@@ -82,16 +80,9 @@ def share_by_turns(rank: int, world_size: int) -> None:
         iterate(run)
 
 
-def test_a_layer_is_planned_by_one_rank_for_all() -> None:
-    run_layer_ranks(share_by_turns, 2)
-
-
-def send_lengths(rank: int, world_size: int) -> None:
+@on_layer_ranks(2)
+def test_messages_may_have_any_length():
     plans = LayerPlanner(dist.group.WORLD)
     for lengths in ((3, 5), (4, 70_000), (4096, 131_073), (0, 2)):
-        own = bytes([rank]) * lengths[rank]
+        own = bytes([dist.get_rank()]) * lengths[dist.get_rank()]
         assert plans._gather(own, torch.device("cpu")) == [bytes([r]) * n for r, n in enumerate(lengths)]
-
-
-def test_messages_may_have_any_length() -> None:
-    run_layer_ranks(send_lengths, 2)

@@ -5,16 +5,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.planning.cost.cost_model import LinkCost
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.memory import HeldReplicas
 from megatron_fssdp.planning.replica_life import PipelineStage, ReplicaLife
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.layers import layer_profiling
+from tests.support.training_preload import on_layer_ranks
 
 from ..case_run import CaseRun
 from ..layer_case import FFN_DIM, MODEL_DIM, LayerCase
-from ..rank_layer import run_layer_ranks
 
 EXPERT_ELEMENTS = 2 * MODEL_DIM * FFN_DIM
 BEFORE_S = ((0.5, 0.25), (0.75, 0.125))  # of each rank, its layers
@@ -25,13 +24,21 @@ FREE_BYTES = (7_000, 3_334)
 NUM_MICRO_BATCHES = 4
 
 
-def watch(before_s: float, experts_s: float, num_rows: int) -> LayerStopwatch:
+def watch(before_s, experts_s, num_rows):
     return LayerStopwatch(num_rows, [(0.0, before_s)], [(1.0, 1.0 + experts_s)])
 
 
-def profile(
-    rank: int, world_size: int, num_rows: tuple[int, ...], held: HeldReplicas
-) -> list[tuple[LayerProfile | None, bool]]:
+# Slots in 2,667 bytes, for experts of 240 bytes.
+SLOTS = {
+    ReplicaLife.LAYER_PASS: 5,  # one layer's parameters, one layer's gradients
+    ReplicaLife.ITERATION: 2,  # two layers' parameters, one layer's gradients, two layers' sums
+    ReplicaLife.MICRO_BATCH: 1,  # two layers' parameters of three micro-batches, one layer's gradients
+}
+
+
+def profiled(num_rows, life=ReplicaLife.ITERATION):
+    """The profile of both layers, on the first of three stages."""
+    rank = dist.get_rank()
     layer_profiling.measure_links = lambda *_: LinkSet(*(LinkCost(*link) for link in LINKS[rank]))
     run = CaseRun(LayerCase("profiled", num_layers=2, num_nodes=1, dtype=torch.float32))
     layers = run.runtime.layers
@@ -44,42 +51,24 @@ def profile(
         token_bytes=4 * MODEL_DIM,
         owned_bytes=1234,
         num_micro_batches=NUM_MICRO_BATCHES,
-        held=held,
+        held=HeldReplicas(life, PipelineStage((2,), num_stages=3), EXPERT_ELEMENTS, 4, NUM_MICRO_BATCHES),
     )
-    return [(layer.local.context.profile, layer.local.stopwatch is None) for layer in layers]
+    assert all(layer.local.stopwatch is None for layer in layers)
+    one, other = (layer.local.context.profile for layer in layers)
+    assert one == other
+    return one
 
 
-def held(life: ReplicaLife) -> HeldReplicas:
-    """On the first of three stages."""
-    return HeldReplicas(life, PipelineStage((2,), num_stages=3), EXPERT_ELEMENTS, 4, NUM_MICRO_BATCHES)
+@on_layer_ranks(2)
+def test_all_ranks_and_layers_get_the_same_profile():
+    for life in SLOTS:
+        found, of_ranks = profiled(ROWS, life), [None, None]
+        dist.all_gather_object(of_ranks, found)
+        assert of_ranks == [found, found]
+        check_profile(life, found)
 
 
-# Slots in 2,667 bytes, for experts of 240 bytes.
-SLOTS = {
-    ReplicaLife.LAYER_PASS: 5,  # one layer's parameters, one layer's gradients
-    ReplicaLife.ITERATION: 2,  # two layers' parameters, one layer's gradients, two layers' sums
-    ReplicaLife.MICRO_BATCH: 1,  # two layers' parameters of three micro-batches, one layer's gradients
-}
-
-
-def profiles(
-    rank: int, world_size: int, rows: list[tuple[int, ...]], lives: list[ReplicaLife]
-) -> list[list[tuple[LayerProfile | None, bool]]]:
-    return [profile(rank, world_size, of, held(life)) for of in rows for life in lives]
-
-
-def test_all_ranks_and_layers_get_the_same_profile() -> None:
-    by_life = zip(*run_layer_ranks(profiles, 2, [ROWS], list(SLOTS)), strict=True)
-    for life, of_ranks in zip(SLOTS, by_life, strict=True):
-        check_profile(life, [entry for rank in of_ranks for entry in rank])
-
-
-def check_profile(life: ReplicaLife, found: list[tuple[LayerProfile | None, bool]]) -> None:
-    assert len(found) == 4
-    assert all(is_over for _, is_over in found)
-    one = found[0][0]
-    assert one is not None
-    assert all(other == one for other, _ in found)
+def check_profile(life, one):
     assert one.non_moe_s == 0.125
     flops_per_token = 2.0 * EXPERT_ELEMENTS
     assert one.flops_per_token == flops_per_token
@@ -95,8 +84,8 @@ def check_profile(life: ReplicaLife, found: list[tuple[LayerProfile | None, bool
     assert one.memory_capacity == SLOTS[life]
 
 
-def test_ranks_without_rows_do_not_count_in_the_throughput() -> None:
-    found, _ = run_layer_ranks(profiles, 2, [(0, 400), (0, 0)], [ReplicaLife.ITERATION])
-    one, none = (layers[0][0].cluster.expert_flops_per_s for layers in found)
+@on_layer_ranks(2)
+def test_ranks_without_rows_do_not_count_in_the_throughput():
+    one, none = (profiled(rows).cluster.expert_flops_per_s for rows in ((0, 400), (0, 0)))
     assert one == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)
     assert none == 1e15

@@ -1,6 +1,5 @@
 """Iterations of a runtime: plans, histories, counts that arrive, disagreements, dropped transfers."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -9,21 +8,21 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.transfer_lanes import PendingTransfer
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.local_layer import LocalLayer
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
+from tests.support.training_preload import on_layer_ranks
 
 from ..case_run import CaseRun
 from ..drawn_placements import DrawnPlacements
 from ..layer_case import LayerCase
-from ..rank_layer import run_layer_ranks
 
 CASE = LayerCase("runtime", num_nodes=1)
 
 
-def a_plan_lasts_an_iteration(rank: int, world_size: int) -> None:
+@on_layer_ranks(2)
+def test_a_plan_lasts_an_iteration():
     run = CaseRun(CASE)
     slots, runtime, plans, measured = run.layers[0].slots, run.runtime, [], []
     slots.local.stopwatch = watch = LayerStopwatch()
@@ -49,11 +48,12 @@ def a_plan_lasts_an_iteration(rank: int, world_size: int) -> None:
     assert slots.history.num_seen == 3, "counts that were not shared belong to no history"
 
 
-def only_a_training_pass_corrects_a_plan(rank: int, world_size: int) -> None:
+@on_layer_ranks(2)
+def test_only_a_training_pass_corrects_a_plan():
     run = CaseRun(replace(CASE, corrects=True))
     slots, runtime = run.layers[0].slots, run.runtime
 
-    def evaluate() -> None:
+    def evaluate():
         with runtime.evaluation(), torch.no_grad():
             run.forward(run.draw())
 
@@ -73,7 +73,8 @@ def only_a_training_pass_corrects_a_plan(rank: int, world_size: int) -> None:
     runtime.end_iteration()
 
 
-def a_trace_names_what_a_layer_does(rank: int, world_size: int) -> None:
+@on_layer_ranks(2)
+def test_a_trace_names_what_a_layer_does():
     run = CaseRun(CASE)
     run.runtime.begin_iteration(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
@@ -84,43 +85,40 @@ def a_trace_names_what_a_layer_does(rank: int, world_size: int) -> None:
 
 
 class OwnersOnly(DrawnPlacements):
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before_gate(self, context, history):
         return LayerPlan.owners_only(context)
 
 
 class NeverReplicates(OwnersOnly):
-    def may_replicate(self, layer: int) -> bool:
+    def may_replicate(self, layer):
         return False
 
 
-def are_late(rank: int, world_size: int) -> list[bool]:
-    late = []
+@on_layer_ranks(2)
+def test_gradients_are_late_wherever_another_copy_may_have_replicas():
+    """Else ranks with copies of the same experts start their data-parallel reductions in different orders."""
     for strategy in (OwnersOnly, NeverReplicates):
         with mock.patch("tests.runtime.case_run.strategy_of", strategy):
             run = CaseRun(CASE)
         run.runtime.begin_iteration(1)
         run.forward(run.draw())[0].sum().backward()
-        late.append(not run.layers[0].slots.gradients.is_home)
+        assert run.layers[0].slots.gradients.is_home == (strategy is NeverReplicates)
         run.runtime.finish_gradients()
         assert run.layers[0].slots.gradients.is_home
-    return late
-
-
-def test_gradients_are_late_wherever_another_copy_may_have_replicas() -> None:
-    """Else ranks with copies of the same experts start their data-parallel reductions in different orders."""
-    assert run_layer_ranks(are_late, 2) == [[True, False]] * 2
 
 
 class RankDependent(DrawnPlacements):
     """A broken strategy: the plan of layer 2 depends on the rank, but the placement does not."""
 
-    def before_gate(self, context: LayerContext, history: LoadHistory) -> LayerPlan:
+    def before_gate(self, context, history):
         plan = LayerPlan.owners_only(context)
         differs = context.layer == 2 and dist.get_rank() == 2
         return replace(plan, dispatch_policy="owner" if differs else "even")
 
 
-def disagree(rank: int, world_size: int) -> str:
+@on_layer_ranks(4)
+def test_plans_that_differ_are_reported_on_all_ranks():
+    """At the end of an iteration, without FSSDP_CHECK_PLANS."""
     with mock.patch("tests.runtime.case_run.strategy_of", RankDependent):
         run = CaseRun(replace(CASE, num_nodes=2), check_plans=False)
     run.runtime.begin_iteration(1, 7)
@@ -128,19 +126,13 @@ def disagree(rank: int, world_size: int) -> str:
     run.forward(run.draw())[0].sum().backward()
     run.runtime.finish_gradients()
     run.runtime.end_passes()
-    with pytest.raises(RuntimeError) as error:
+    said = r"plans of iteration 7: got other plans on ranks \[2\] of 4.*FSSDP_CHECK_PLANS=1"
+    with pytest.raises(RuntimeError, match=said):
         run.runtime.end_iteration()
-    return str(error.value)
 
 
-def test_plans_that_differ_are_reported_on_all_ranks() -> None:
-    """At the end of an iteration, without FSSDP_CHECK_PLANS."""
-    for message in run_layer_ranks(disagree, 4):
-        assert "plans of iteration 7: got other plans on ranks [2] of 4" in message
-        assert "FSSDP_CHECK_PLANS=1" in message
-
-
-def counts_of_all_layers_arrive_with_the_end_of_the_iteration(rank: int, world_size: int) -> None:
+@on_layer_ranks(2)
+def test_counts_of_all_layers_arrive_with_the_end_of_the_iteration():
     run = CaseRun(replace(CASE, num_layers=3), check_plans=False)
     run.runtime.begin_iteration(1)
     batch = run.draw()
@@ -160,11 +152,12 @@ def counts_of_all_layers_arrive_with_the_end_of_the_iteration(rank: int, world_s
     assert not any(load.counts_DE.any() for load in run.runtime.end_iteration())
 
 
-def drop(rank: int, world_size: int) -> list[int]:
-    """Waits of each way to drop an iteration while the second layer's weights are on their way."""
+@on_layer_ranks(2)
+def test_transfers_of_a_dropped_iteration_are_awaited():
+    """Each way to drop an iteration waits for the second layer's weights, which travel in two parts."""
     awaited, original = [0], PendingTransfer.wait
 
-    def counting(transfer: PendingTransfer) -> object:
+    def counting(transfer):
         awaited[-1] += 1
         return original(transfer)
 
@@ -183,32 +176,14 @@ def drop(rank: int, world_size: int) -> list[int]:
             else:
                 run.runtime.begin_iteration(1)
         assert (run.layers[1].slots.passes.plan is None) == (how == "own")
-    return awaited[1:]
+    assert awaited[1:] == [2, 2, 2], "the first layer's weights have arrived"
 
 
-def test_transfers_of_a_dropped_iteration_are_awaited() -> None:
-    # The second layer's weights travel in two parts. The first layer's have arrived.
-    assert run_layer_ranks(drop, 2) == [[2, 2, 2]] * 2
-
-
-def parameters_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
+@on_layer_ranks(2)
+def test_parameters_that_do_not_fit_are_refused():
     local = CaseRun(CASE).layers[0].slots.local
     parameters = local.experts.parameters
     uneven = {**parameters, next(iter(parameters)): [torch.nn.Parameter(torch.zeros(3, 2))] * 2}
     for experts, num_layouts in (({}, 0), (uneven, 2)):
         with pytest.raises(ValueError, match=f"layer 7: got {num_layouts} expert layouts .*layout argument"):
             LocalLayer(local.context, local.groups, LocalExperts("layer 7", experts), local.strategy)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        a_plan_lasts_an_iteration,
-        only_a_training_pass_corrects_a_plan,
-        a_trace_names_what_a_layer_does,
-        counts_of_all_layers_arrive_with_the_end_of_the_iteration,
-        parameters_that_do_not_fit_are_refused,
-    ],
-)
-def test_on_two_ranks(check: Callable[[int, int], None]) -> None:
-    run_layer_ranks(check, 2)

@@ -44,7 +44,7 @@ CASES = [
 ]
 
 
-def peak_and_rest(case: LayerCase) -> tuple[int, int]:
+def peak_and_rest(case):
     """Most bytes of the device during the passes of an iteration, and bytes that are left afterwards."""
     with virtual_rank(case) as device:
         run = CaseRun(case, measure=False, check_plans=False)
@@ -58,7 +58,7 @@ def peak_and_rest(case: LayerCase) -> tuple[int, int]:
         return device.memory.peak_bytes - before, torch.cuda.memory_allocated() - before
 
 
-def peaks(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
+def peaks(rank, world_size):
     """Peaks and rests with replicas of all experts on all devices, and without replicas."""
     with ExitStack() as patches:
         for module, name in (
@@ -70,7 +70,7 @@ def peaks(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
         return [[peak_and_rest(one) for one in (case, replace(case, placement="owners"))] for case in CASES]
 
 
-def test_replicas_take_at_most_what_the_accounting_says() -> None:
+def test_replicas_take_at_most_what_the_accounting_says():
     found_SC = np.array(run_ranks(peaks, 4, preload=VIRTUAL_PRELOAD))
     for case, ((with_replicas, rest), (without, usual)) in zip(CASES, found_SC.max(axis=0), strict=True):
         of = expert_memory(

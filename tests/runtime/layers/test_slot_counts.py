@@ -1,20 +1,18 @@
 """Counts of single micro-batches reach every rank's host as they were routed."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.layers import slot_counts
+from tests.support.training_preload import on_layer_ranks
 
 from ..case_run import CaseRun
-from ..layer_case import Inputs, LayerCase
-from ..rank_layer import run_layer_ranks
+from ..layer_case import LayerCase
 
 # The drawn plans of these cases have share tables and exact shares, several numbers of slots and none.
 CASES = [
@@ -26,20 +24,20 @@ CASES = [
 ]
 
 
-def routed_DE(run: CaseRun, batch: Inputs, map_TE: Tensor) -> list[list[int]]:
+def routed_DE(run, batch, map_TE):
     counts_DE = np.zeros((run.layers[0].groups.num_devices, run.case.num_experts), np.int64)
     for rank in range(run.world_size):
         counts_DE[rank // run.case.peers] += batch.of_rank(map_TE, rank).numpy().sum(axis=0)
     return counts_DE.tolist()
 
 
-def rows_of(run: CaseRun) -> list[list[list[list[int]]]]:
+def rows_of(run):
     """Of each layer, the micro-batches of the last iteration."""
     like = [layer.slots.history.iterations_like(99) for layer in run.layers]
     return [[(one // len(of_layer)).tolist() for one in of_layer] for of_layer in like]
 
 
-def iterate(run: CaseRun, num_batches: int) -> list[list[list[list[int]]]]:
+def iterate(run, num_batches):
     """Run an iteration in which layer 1 runs twice in the second micro-batch; what each layer has routed."""
     runtime, wanted = run.runtime, [[] for _ in run.layers]
     runtime.begin_iteration(1)  # More come than are announced.
@@ -61,22 +59,25 @@ def iterate(run: CaseRun, num_batches: int) -> list[list[list[list[int]]]]:
     return wanted
 
 
-def rows_arrive(rank: int, world_size: int, cases: Sequence[LayerCase]) -> None:
+def check_rows(*cases):
     for case in cases:
         run = CaseRun(case)
         for num_batches in (2, 2, 1, 3):
             assert iterate(run, num_batches) == rows_of(run), (case.name, num_batches)
 
 
-def test_rows_arrive_as_they_were_routed() -> None:
-    run_layer_ranks(rows_arrive, 2, CASES)
+@on_layer_ranks(2)
+def test_rows_arrive_as_they_were_routed():
+    check_rows(*CASES)
 
 
-def test_rows_of_ranks_that_share_experts_are_added() -> None:
-    run_layer_ranks(rows_arrive, 4, [LayerCase("rows, peers", peers=2)])
+@on_layer_ranks(4)
+def test_rows_of_ranks_that_share_experts_are_added():
+    check_rows(LayerCase("rows, peers", peers=2))
 
 
-def rows_are_few(rank: int, world_size: int) -> None:
+@on_layer_ranks(2)
+def test_more_passes_than_rows_are_added_in_turn():
     with mock.patch.object(slot_counts, "MOST_ROWS", 2):
         run = CaseRun(replace(CASES[0], num_nodes=1))
     of_first, of_second = iterate(run, 3)
@@ -88,30 +89,20 @@ def rows_are_few(rank: int, world_size: int) -> None:
     assert rows_of(run) == [[np.sum(of_first, axis=0).tolist()], of_second]
 
 
-def test_more_passes_than_rows_are_added_in_turn() -> None:
-    run_layer_ranks(rows_are_few, 2)
-
-
-def run_unequally(rank: int, world_size: int, num_before: int) -> str:
+@on_layer_ranks(2)
+def test_ranks_with_other_numbers_of_passes_stop():
     """One rank has one pass of layer 2 more, which no collective has noticed."""
-    run = CaseRun(CASES[-1])
-    for _ in range(num_before):
-        iterate(run, 3)
-    run.runtime.begin_iteration(1, 7)
-    run.forward(run.draw())[0].sum().backward()
-    slots = run.layers[1].slots
-    if rank == 1:
-        no_tokens = torch.zeros((0, slots.local.context.num_experts), dtype=torch.bool)
-        slots.counts.open(slots.passes.shared, no_tokens)
-    run.runtime.finish_gradients()
-    run.runtime.end_passes()
-    with pytest.raises(RuntimeError) as error:
-        run.runtime.end_iteration()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("num_before", [0, 1])
-def test_ranks_with_other_numbers_of_passes_stop(num_before: int) -> None:
-    for message in run_layer_ranks(run_unequally, 2, num_before):
-        assert "passes or slots of iteration 7" in message
-        assert "on ranks [1] of 2" in message
+    for num_before in (0, 1):
+        run = CaseRun(CASES[-1])
+        for _ in range(num_before):
+            iterate(run, 3)
+        run.runtime.begin_iteration(1, 7)
+        run.forward(run.draw())[0].sum().backward()
+        slots = run.layers[1].slots
+        if run.rank == 1:
+            no_tokens = torch.zeros((0, slots.local.context.num_experts), dtype=torch.bool)
+            slots.counts.open(slots.passes.shared, no_tokens)
+        run.runtime.finish_gradients()
+        run.runtime.end_passes()
+        with pytest.raises(RuntimeError, match=r"passes or slots of iteration 7.*on ranks \[1\] of 2"):
+            run.runtime.end_iteration()

@@ -5,19 +5,17 @@ routing is drawn; Megatron's whole layer with its router is compared in ``tests/
 -m slow`` runs all cases.
 """
 
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.testing import RankError
+from megatron_fssdp.strategies.layer_plan import LayerPlan
+from tests.support.training_preload import on_layer_ranks
 
-from ..case_run import CaseResult, CaseRun, compare_with_reference
+from ..case_run import CaseRun, compare_with_reference
 from ..layer_case import LayerCase
 from ..rank_layer import run_layer_ranks
 
@@ -128,56 +126,40 @@ NAMES_ON_TWO = """
 """
 
 
-def cases_of(world_size: int, is_slow: bool) -> list[LayerCase]:
-    """Without ``-m slow``, most options are in two lives of replicas."""
-    if world_size == 1 or (world_size == 2 and is_slow):
-        return [] if is_slow else ALONE
-    names = (NAMES_ON_TWO if world_size == 2 else NAMES).split()
-    return [case for case in FOUR if (case.name in names) != is_slow]
-
-
-@functools.cache
-def outcome(world_size: int, is_slow: bool) -> list[dict[str, CaseResult]] | RankError:
-    """Results of all cases from one start of the ranks; an error is kept as well."""
-    cases = cases_of(world_size, is_slow)
-    try:
-        return run_layer_ranks(compare_with_reference, world_size, cases)
-    except RankError as error:
-        return error
+# Most options are in two lives of replicas.
+DEFAULT, ON_TWO = ([case for case in FOUR if case.name in names.split()] for names in (NAMES, NAMES_ON_TWO))
+MORE = [case for case in FOUR if case not in DEFAULT]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "is_slow", "case"),
-    [
-        pytest.param(
-            size, is_slow, case, id=f"{case.name}-{size}", marks=[pytest.mark.slow] if is_slow else []
-        )
-        for size in (1, 2, 4)
-        for is_slow in (False, True)
-        for case in cases_of(size, is_slow)
-    ],
+    ("world_size", "cases"),
+    [(1, ALONE), (2, ON_TWO), (4, DEFAULT), pytest.param(4, MORE, marks=pytest.mark.slow)],
+    ids=["alone", "on two ranks", "on four ranks", "more on four ranks"],
 )
-def test_layers_equal_the_reference(world_size: int, is_slow: bool, case: LayerCase) -> None:
-    results = outcome(world_size, is_slow)
-    if isinstance(results, RankError):
-        raise results
-    quantities: set[str] = set()
-    for rank, result in enumerate(of_case[case.name] for of_case in results):
+def test_layers_equal_the_reference(world_size, cases):
+    by_rank = run_layer_ranks(compare_with_reference, world_size, cases)
+    for case in cases:
+        check(case, [results[case.name] for results in by_rank])
+
+
+def check(case, results):
+    quantities = set[str]()
+    for rank, result in enumerate(results):
         quantities |= set(result.errors)
         worst = max(result.errors.values(), default=0)
-        assert worst <= TOLERANCE[case.dtype], f"{result.errors} on rank {rank}"
-        if case.placement == "nowhere_else" and rank == 1:
-            assert not any(result.num_present)
-        elif case.placement == "replicas_only" and rank == 1:
-            assert any(result.num_present)
-        if world_size > 1 and case.placement not in ("owners", "ep"):
+        assert worst <= TOLERANCE[case.dtype], f"{case.name}: {result.errors} on rank {rank}"
+        if case.placement in ("nowhere_else", "replicas_only") and rank == 1:
+            assert any(result.num_present) == (case.placement == "replicas_only"), case.name
+        if len(results) > 1 and case.placement not in ("owners", "ep"):
             lives = {case.life, *([ReplicaLife.LAYER_PASS] if case.mixes else [])}
-            assert result.lives == lives, "no replicas, or of another life"
+            assert result.lives == lives, f"{case.name}: no replicas, or of another life"
     if case.tokens != (0, 0, 0, 0):
-        assert quantities >= {"output", "parameter 1 gradient", *(f"{name} gradient" for name in case.inputs)}
+        wanted = {"output", "parameter 1 gradient", *(f"{name} gradient" for name in case.inputs)}
+        assert quantities >= wanted, case.name
 
 
-def delayed_dispatch(rank: int, world_size: int) -> tuple[float, ...]:
+@on_layer_ranks(1)
+def test_a_gather_that_delays_the_dispatch_is_exposed():
     """A gather from 8 to 11.5 s and a reduction beside a dispatch from 10 to 14 s."""
     layer = CaseRun(LayerCase("delayed", num_nodes=1)).layers[0].slots
     forward = layer.local.load.forward
@@ -185,14 +167,11 @@ def delayed_dispatch(rank: int, world_size: int) -> tuple[float, ...]:
     layer.local.journal += [TransferTimer(True, 0, 8.0, 11.5), TransferTimer(False, 0, 10.0, 12.0)]
     layer.local.timer.stop()
     load = layer.lifecycle.end_iteration()
-    return load.spag_exposed_s, load.sprs_exposed_s, load.forward.dispatch_s, load.forward.experts_s
+    assert (load.spag_exposed_s, load.sprs_exposed_s) == (1.5, 0.0)
+    assert (load.forward.dispatch_s, load.forward.experts_s) == (2.5, 1.0)
 
 
-def test_a_gather_that_delays_the_dispatch_is_exposed() -> None:
-    assert run_layer_ranks(delayed_dispatch, 1) == [(1.5, 0.0, 2.5, 1.0)]
-
-
-def test_a_recomputed_pass_has_as_many_slots_as_the_first_one() -> None:
+def test_a_recomputed_pass_has_as_many_slots_as_the_first_one():
     """Here another micro-batch adds slots in the meantime."""
     case = LayerCase(
         "MICRO_BATCH-non-reentrant", ReplicaLife.MICRO_BATCH, schedule="FFBB", recompute="non_reentrant"
@@ -201,20 +180,17 @@ def test_a_recomputed_pass_has_as_many_slots_as_the_first_one() -> None:
         assert max(result[case.name].errors.values()) <= TOLERANCE[case.dtype]
 
 
-def pass_outside_after_owners_only(rank: int, world_size: int) -> float:
+@on_layer_ranks(4)
+def test_a_pass_outside_of_iterations_does_not_follow_later_plans():
     """The second of three plans has no replicas, and the first pass outside of iterations comes after it."""
     case = LayerCase("between", placement="everywhere", schedule="FBO", num_layers=1, num_iterations=3)
     run = CaseRun(case)
     drawn, evaluate, history = run.strategy.before_gate, run._evaluate, run.layers[0].slots.history
 
-    def before_gate(context: LayerContext, loads: LoadHistory) -> LayerPlan:
+    def before_gate(context, loads):
         plan = replace(drawn(context, loads), dispatch_policy="even")
         return LayerPlan.owners_only(context) if loads.num_seen == 1 else plan
 
-    run.strategy.before_gate = before_gate  # type: ignore[method-assign]
-    run._evaluate = lambda letter: evaluate(letter) if history.num_seen > 1 else None  # type: ignore[method-assign]
-    return max(run.run().errors.values())
-
-
-def test_a_pass_outside_of_iterations_does_not_follow_later_plans() -> None:
-    assert max(run_layer_ranks(pass_outside_after_owners_only, 4)) <= TOLERANCE[torch.float64]
+    run.strategy.before_gate = before_gate
+    run._evaluate = lambda letter: evaluate(letter) if history.num_seen > 1 else None
+    assert max(run.run().errors.values()) <= TOLERANCE[torch.float64]

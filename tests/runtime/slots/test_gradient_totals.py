@@ -3,7 +3,7 @@ import torch
 from megatron_fssdp.runtime.slots.gradient_totals import GradientTotals
 
 
-def test_what_is_added_to_totals_is_in_the_gradients_also_if_these_are_not_contiguous() -> None:
+def test_what_is_added_to_totals_is_in_the_gradients_also_if_these_are_not_contiguous():
     plain, turned, frozen = (
         torch.nn.Parameter(x) for x in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2))
     )

@@ -1,19 +1,19 @@
 """Layers whose weights are put into slots of the node equal the reference, and share these slots."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_fssdp.collectives.sparse.peer_memory import WeightPuts
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
+from tests.support.training_preload import on_layer_ranks
 
 from ..case_run import CaseRun, compare_with_reference
 from ..layer_case import LayerCase
-from ..rank_layer import run_layer_ranks
 
 CASES = [
     LayerCase(f"puts-{name}", ReplicaLife.LAYER_PASS, puts=True, **options)
@@ -30,10 +30,10 @@ CASES = [
 
 
 @contextmanager
-def counted_puts() -> Iterator[list[int]]:
+def counted_puts():
     put, devices = WeightPuts.put, list[int]()
 
-    def counting(self: WeightPuts, copied: Any) -> None:
+    def counting(self, copied):
         devices.extend(copied)
         put(self, copied)
 
@@ -41,24 +41,20 @@ def counted_puts() -> Iterator[list[int]]:
         yield devices
 
 
-def compare(rank: int, world_size: int) -> dict[str, tuple[float, int]]:
-    found = {}
+@on_layer_ranks(4)
+def test_layers_equal_the_reference():
     for case in CASES:
         with counted_puts() as puts:
-            [result] = compare_with_reference(rank, world_size, [case]).values()
-            found[case.name] = max(result.errors.values()), len(puts)
-    return found
+            [result] = compare_with_reference(dist.get_rank(), 4, [case]).values()
+        assert max(result.errors.values()) <= 1e-10, case.name
+        num_puts = torch.tensor(len(puts))
+        dist.all_reduce(num_puts)
+        assert num_puts > 0, case.name
 
 
-def test_layers_equal_the_reference() -> None:
-    by_rank = run_layer_ranks(compare, 4)
-    for case in CASES:
-        assert max(found[case.name][0] for found in by_rank) <= 1e-10, case.name
-        assert sum(found[case.name][1] for found in by_rank) > 0, case.name
-
-
-def take_turns(rank: int, world_size: int) -> tuple[list[bool], str, int]:
-    """Prefetch two layers, and use both: whether weights are there, what refuses, and the largest room."""
+@on_layer_ranks(2)
+def test_a_layer_gives_way_unless_it_is_in_use():
+    """Prefetch two layers, and use both."""
     case = LayerCase(
         "turns", ReplicaLife.LAYER_PASS, placement="everywhere", puts=True, num_nodes=1, schedule=""
     )
@@ -68,31 +64,23 @@ def take_turns(rank: int, world_size: int) -> tuple[list[bool], str, int]:
     one, other = (layer.passes.plan_iteration().transfers for layer in (first, second))
     assert one is not None
     assert other is not None
-    there = []
     one.prefetch(backward=False)
     other.prefetch(backward=False)
-    there += [one.is_gathered, other.is_gathered]
+    assert [one.is_gathered, other.is_gathered] == [False, True]
     one.begin_use(backward=False)
     one.await_weights()
-    there += [one.is_gathered, other.is_gathered]
+    assert [one.is_gathered, other.is_gathered] == [True, False]
     held = {e: flat.clone() for e, flat in one.slots.weights().items()}
     assert held
     for e, flat in held.items():
         whole = [weight.detach().reshape(-1) for weight in run.layers[0].weights[e]]
         assert flat.tolist() == [x for weight in whole for x in weight.tolist()]
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="unset FSSDP_PEER_PUTS"):
         other.begin_use(backward=False)
     one.end_use()
     other.await_weights()
-    there += [one.is_gathered, other.is_gathered]
+    assert [one.is_gathered, other.is_gathered] == [False, True]
     node = first.groups.node
     assert isinstance(node, NodeSlots)
     [room] = node._rooms.values()
-    return there, str(caught.value), room.num_slots
-
-
-def test_a_layer_gives_way_unless_it_is_in_use() -> None:
-    for there, message, num_slots in run_layer_ranks(take_turns, 2):
-        assert there == [False, True, True, False, False, True]
-        assert "unset FSSDP_PEER_PUTS" in message
-        assert num_slots == 4
+    assert room.num_slots == 4

@@ -1,7 +1,6 @@
 """What a pass out of turn is told."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from megatron_fssdp.runtime.slots.replica_transfers import ReplicaTransfers
 
 
-def test_gradients_of_a_pass_whose_sums_are_on_their_way_are_refused() -> None:
+def test_gradients_of_a_pass_whose_sums_are_on_their_way_are_refused():
     """Added to memory that is being sent, they would be lost."""
 
     class Started:
@@ -17,12 +16,12 @@ def test_gradients_of_a_pass_whose_sums_are_on_their_way_are_refused() -> None:
         wait = start_reduce_scatter = lambda *_, **__: started
 
     started = Started()
-    plan: Any = SimpleNamespace(rematerialize=True, transfer=None)
+    plan = SimpleNamespace(rematerialize=True, transfer=None)
     nothing = dict.fromkeys(("open_sums", "close_sums", "add_gradients"), lambda: None)
     layout = SimpleNamespace(numel=2, dtype=torch.float32)
-    slots: Any = SimpleNamespace(room=None, layout=layout, sums=dict, **nothing)
-    experts: Any = SimpleNamespace(what="layer 3", await_gradients=lambda: None, parameters={})
-    transfers = ReplicaTransfers(plan, slots, experts, lambda *_: started)  # type: ignore[arg-type, return-value]
+    slots = SimpleNamespace(room=None, layout=layout, sums=dict, **nothing)
+    experts = SimpleNamespace(what="layer 3", await_gradients=lambda: None, parameters={})
+    transfers = ReplicaTransfers(plan, slots, experts, lambda *_: started)
     for _ in range(2):
         transfers.open_sums()
         transfers.add_gradients()

@@ -1,14 +1,12 @@
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.layer_planning import LEAST_GAIN
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.simulation.small_jobs import cluster_of, job_of, settings_of
 
-SEEDS = st.integers(0, 2**32 - 1)
 KEYS = {"ep": {}, "fssdp": {"slots": 1, "reshard_interval": 0}}
 VALUES = {"exchange": ("megatron", "deduplicated", "by_price"), "smart_schedule": (False, True, "by_price")}
 CLUSTERS = {

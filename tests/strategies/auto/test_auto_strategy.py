@@ -18,27 +18,27 @@ EVEN = np.full((4, 8), 100)
 HOT = EVEN + 600 * (np.arange(8) == 3)
 
 
-def automatic(**keys: object) -> AutoStrategy:
+def automatic(**keys):
     found = build_strategy("auto", STRATEGIES["auto"].settings.model_validate(keys))
     assert isinstance(found, AutoStrategy)
     return found
 
 
-def history_of(strategy: AutoStrategy, *counts_DE: np.ndarray) -> LoadHistory:
+def history_of(strategy, *counts_DE):
     history = LoadHistory(strategy.window, 4, 8)
     for one_DE in counts_DE:
         history.append(one_DE)
     return history
 
 
-def choose(strategy: AutoStrategy, *counts_DE: np.ndarray) -> str:
+def choose(strategy, *counts_DE):
     """Strategy of layer 1 after ``auto`` reconsiders it under these loads."""
     history = history_of(strategy, *counts_DE)
     strategy.select([1], strategy.price([CONTEXT], [history]))
     return strategy.selected(1)
 
 
-def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools() -> None:
+def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools():
     strategy = automatic()
     assert choose(strategy, *[HOT] * 6) == "fssdp"
     plan = strategy.before_gate(CONTEXT, history_of(strategy, HOT))
@@ -50,7 +50,7 @@ def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools() -> None:
     assert choose(automatic(fssdp=False), *[HOT] * 6) == "ep"
 
 
-def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_are_priced_by_their_own_plans(monkeypatch):
     """Each candidate plans from loads before an iteration, and is priced by that iteration's loads."""
     monkeypatch.setattr(auto_strategy, "COMPARED_ITERATIONS", 2)
     strategy = automatic()
@@ -71,7 +71,7 @@ def test_candidates_are_priced_by_their_own_plans(monkeypatch: pytest.MonkeyPatc
     assert prices["fssdp"] == pytest.approx(np.mean(charged))
 
 
-def test_plans_equal_those_of_the_selected_strategy() -> None:
+def test_plans_equal_those_of_the_selected_strategy():
     strategy = automatic(fssdp={"slots": 1})
     for name in strategy.candidates:
         strategy.resume({1: name, 2: "flexmoe"})
@@ -89,7 +89,7 @@ def test_plans_equal_those_of_the_selected_strategy() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_ranks_that_price_other_layers_make_equal_plans(seed: int) -> None:
+def test_ranks_that_price_other_layers_make_equal_plans(seed):
     """Each rank prices only some layers, and gets the seconds of the others from the other ranks."""
     pricing, other = automatic(), automatic()
     rng = np.random.default_rng(seed)
@@ -105,7 +105,7 @@ def test_ranks_that_price_other_layers_make_equal_plans(seed: int) -> None:
         assert one.dispatch_policy == two.dispatch_policy
 
 
-def test_selections_are_told_in_one_line() -> None:
+def test_selections_are_told_in_one_line():
     strategy = automatic()
     contexts = [replace(CONTEXT, layer=layer) for layer in (1, 2, 4)]
     histories = [history_of(strategy, *[counts_DE] * 6) for counts_DE in (HOT, HOT, EVEN)]
@@ -118,7 +118,7 @@ def test_selections_are_told_in_one_line() -> None:
         assert ("new in layers 1-2; predicted gain" in report.describe()) == is_first
 
 
-def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
+def test_selections_happen_at_their_interval_once_costs_are_known():
     strategy = automatic(choice_interval=10)
     assert next(n for n in range(12) if strategy.selects_at(3, n)) == 4
     choose(strategy, *[EVEN] * 6)
@@ -138,7 +138,7 @@ def test_selections_happen_at_their_interval_once_costs_are_known() -> None:
         ({"slots": 3}, "has no meaning under strategy 'auto'"),
     ],
 )
-def test_keys_that_no_candidate_has_are_refused(keys: dict[str, object], message: str) -> None:
+def test_keys_that_no_candidate_has_are_refused(keys, message):
     with pytest.raises(ConfigurationError, match=message):
         strategy_settings("auto", keys, "test")
 
@@ -155,5 +155,5 @@ def test_keys_that_no_candidate_has_are_refused(keys: dict[str, object], message
         ([0.0, 0.0], 1, 1),
     ],
 )
-def test_selections_equal_those_worked_out_by_hand(seconds: list[float], present: int, wanted: int) -> None:
+def test_selections_equal_those_worked_out_by_hand(seconds, present, wanted):
     assert select_by_seconds(np.array([seconds]), np.array([present])).tolist() == [wanted]

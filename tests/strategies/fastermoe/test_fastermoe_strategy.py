@@ -14,7 +14,7 @@ COSTS = ShadowingCosts(token_bytes=1, expert_bytes=2, flops_per_token=1, flops_p
 FIGURE_6 = np.array([[1, 4, 1], [1, 4, 1], [0, 5, 1]])
 
 
-def test_the_shadows_of_figure_6() -> None:
+def test_the_shadows_of_figure_6():
     owners, heavy = even_owners(3, 3), ShadowingCosts(1, 100, 1, 3, 1)
     # Worker 1 has 13 tokens; with its expert everywhere, workers have 6, 4 and 8. More gains nothing.
     assert select_shadows(owners, FIGURE_6, COSTS, most=3) == (1,)
@@ -30,9 +30,7 @@ def test_the_shadows_of_figure_6() -> None:
     expert_bytes=st.integers(1, 2000),
     complete=st.booleans(),
 )
-def test_the_search_stops_where_the_latency_no_longer_falls(
-    seed: int, per_device: int, expert_bytes: int, complete: bool
-) -> None:
+def test_the_search_stops_where_the_latency_no_longer_falls(seed, per_device, expert_bytes, complete):
     rng = np.random.default_rng(seed)
     num_experts = 4 * per_device
     owners = even_owners(num_experts, 4)
@@ -42,7 +40,7 @@ def test_the_search_stops_where_the_latency_no_longer_falls(
     order = np.argsort(-counts_DE.sum(axis=0), kind="stable").tolist()
     assert list(taken) == order[: len(taken)]
 
-    def latency_s(number: int) -> float:
+    def latency_s(number):
         tokens_D, received_D = np.zeros(4), np.zeros(4)
         for expert in range(num_experts):
             if expert in order[:number]:
@@ -60,7 +58,7 @@ def test_the_search_stops_where_the_latency_no_longer_falls(
         assert seconds[len(taken) + 1] >= seconds[len(taken)]
 
 
-def test_the_authors_formula_divides_transfers_by_the_devices_and_counts_compute_four_times() -> None:
+def test_the_authors_formula_divides_transfers_by_the_devices_and_counts_compute_four_times():
     """``policy_fn`` of the authors' plotting/fig11.py, written out with its own constants."""
     hidden, alpha, devices, tokens, shadows = 1024, 2, 16, 900.0, 3
     flops_per_s, bytes_per_s, data_size = 11.5e12, 50e9 / 8, 4

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.layer_seconds import moving_seconds
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -26,25 +25,16 @@ FOUR = Topology.uniform(4, 1)
 HOT = np.array([[2, 10, 2, 2]] * 4)
 
 
-def owners_only(num_experts: int = 4, num_devices: int = 4) -> ExpertPlacement:
+def owners_only(num_experts=4, num_devices=4):
     return ExpertPlacement.owners_only(even_owners(num_experts, num_devices), num_devices)
 
 
-def plan(
-    placement: ExpertPlacement,
-    counts_DE: np.ndarray,
-    topology: Topology = FOUR,
-    profile: LayerProfile = PROFILE,
-    interval: int = 10,
-    slots: int = 2,
-) -> ExpertPlacement:
+def plan(placement, counts_DE, topology=FOUR, profile=PROFILE, interval=10, slots=2):
     strategy = FlexmoeStrategy(FlexmoeSettings(slots=slots, placement_interval=interval))
     return strategy.replicate(LayerContext(1, placement.owner_E, topology, profile, placement), counts_DE)
 
 
-def test_there_are_no_replicas_where_they_cost_too_much_or_have_no_slots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_there_are_no_replicas_where_they_cost_too_much_or_have_no_slots(monkeypatch):
     dear = replace(PROFILE, owned_bytes=10**6 * MEGA)
     assert plan(owners_only(), HOT, profile=dear) == owners_only()
     monkeypatch.setattr(flexmoe_strategy, "FLEXMOE_THRESHOLD", 1.5)
@@ -52,7 +42,7 @@ def test_there_are_no_replicas_where_they_cost_too_much_or_have_no_slots(
     assert plan(before, np.full((4, 4), 5)) == before, "loads are balanced"
 
 
-def test_the_hot_expert_gets_a_replica_in_place_of_cold_ones() -> None:
+def test_the_hot_expert_gets_a_replica_in_place_of_cold_ones():
     """First there is room; then all slots hold replicas of experts that have become cold."""
     first = plan(owners_only(), HOT)
     assert [len(first.holders(expert)) > 1 for expert in range(4)] == [False, True, False, False]
@@ -63,7 +53,7 @@ def test_the_hot_expert_gets_a_replica_in_place_of_cold_ones() -> None:
     assert found.replicas_per_device_D.max() <= 1
 
 
-def test_replicas_migrate_to_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_migrate_to_fewer_nodes(monkeypatch):
     """No device is overloaded; the gradient of a replica in the owner's node does not cross nodes."""
     monkeypatch.setattr(flexmoe_strategy, "FLEXMOE_THRESHOLD", 9.0)
     links = ClusterCost(LinkCost(0, 0.0), LinkCost(0, 1e-6), expert_flops_per_s=1e9)
@@ -80,9 +70,7 @@ def test_replicas_migrate_to_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> Non
     interval=st.integers(1, 50),
 )
 @examples(60)
-def test_a_plan_never_costs_more_than_doing_nothing(
-    seed: int, slots: int, owned_bytes: int, interval: int
-) -> None:
+def test_a_plan_never_costs_more_than_doing_nothing(seed, slots, owned_bytes, interval):
     rng = np.random.default_rng(seed)
     topology = Topology.uniform(4, int(rng.choice([1, 2, 4])))
     counts_DE = rng.poisson(rng.gamma(0.5, 30, 8), (4, 8))
@@ -105,6 +93,6 @@ def test_a_plan_never_costs_more_than_doing_nothing(
 
 
 @pytest.mark.parametrize("most_steps", [0, 1])
-def test_the_number_of_steps_is_bounded(most_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_steps_is_bounded(most_steps, monkeypatch):
     monkeypatch.setattr(flexmoe_strategy, "FLEXMOE_STEPS", most_steps)
     assert plan(owners_only(), HOT).num_replicas == most_steps

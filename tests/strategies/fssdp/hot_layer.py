@@ -21,7 +21,7 @@ PROFILE = LayerProfile(
 CONTEXT = LayerContext(1, even_owners(EXPERTS, DEVICES), Topology.uniform(DEVICES, 4), PROFILE)
 
 
-def hot_counts_DE(*hot: int, pairs: int = 3_000) -> np.ndarray:
+def hot_counts_DE(*hot, pairs=3_000):
     counts_DE = np.full((DEVICES, EXPERTS), 100, np.int64)
     counts_DE[:, list(hot)] += pairs
     return counts_DE

@@ -11,14 +11,14 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy, with_cheaper_shares
 from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL
-from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
+from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from tests.support.random_placement import with_replicas
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
 
 
-def history_of(*counts: np.ndarray) -> LoadHistory:
+def history_of(*counts):
     history = LoadHistory(3, DEVICES, EXPERTS)
     for counts_DE in counts:
         history.append(counts_DE)
@@ -28,13 +28,11 @@ def history_of(*counts: np.ndarray) -> LoadHistory:
 # --- every layer has the life that costs less, within the replicas that fit
 
 
-def life_of(
-    counts_DE: np.ndarray, mixed: tuple[int, int, int] | None, **settings: object
-) -> tuple[ReplicaLife, int]:
+def life_of(counts_DE, mixed, **settings):
     """Life and most replicas on a device of the plan for loads, and that the plan keeps to its limit."""
     profile = dataclasses.replace(PROFILE, memory_capacity=3, mixed_capacity=mixed, num_micro_batches=4)
     context = dataclasses.replace(CONTEXT, profile=dataclasses.replace(profile, flops_per_token=4e8))
-    strategy = FssdpStrategy(FssdpSettings(**settings))  # type: ignore[arg-type]
+    strategy = FssdpStrategy(FssdpSettings(**settings))
     plan = strategy.before_gate(context, history_of(counts_DE))
     most = int(plan.placement.replicas_per_device_D.max())
     assert most <= strategy.slots_by_life(context)[plan.life] <= strategy.slots(context)
@@ -42,7 +40,7 @@ def life_of(
     return plan.life, most
 
 
-def test_replicas_for_a_pass_are_used_where_too_few_can_stay() -> None:
+def test_replicas_for_a_pass_are_used_where_too_few_can_stay():
     one, several = hot_counts_DE(3), hot_counts_DE(0, 1, 2, 3, 4, 5)
     keeps, in_pass = ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS
     assert life_of(one, (1, 8, 1))[0] is keeps, "one replica on each device is enough"
@@ -58,7 +56,7 @@ def test_replicas_for_a_pass_are_used_where_too_few_can_stay() -> None:
     assert life_of(several, (1, 8, 1), slots=2) == (keeps, 2)
 
 
-def test_a_layer_changes_the_life_of_its_replicas_with_its_loads() -> None:
+def test_a_layer_changes_the_life_of_its_replicas_with_its_loads():
     profile = dataclasses.replace(PROFILE, mixed_capacity=(1, 8, 1), flops_per_token=4e8)
     context, strategy = dataclasses.replace(CONTEXT, profile=profile), FssdpStrategy(FssdpSettings())
     history, lives = history_of(), []
@@ -75,9 +73,9 @@ SLOW = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, flops_p
 """Experts that compute for so long that the time to compute shares hardly counts."""
 
 
-def plan_with(*replicas: tuple[int, int], policy: str = "even") -> LayerPlan:
+def plan_with(*replicas, policy="even"):
     placement = with_replicas(CONTEXT.placement, replicas)
-    return LayerPlan(placement, two_level_transfer(placement, CONTEXT.topology), dispatch_policy=policy)  # type: ignore[arg-type]
+    return LayerPlan(placement, two_level_transfer(placement, CONTEXT.topology), dispatch_policy=policy)
 
 
 # Expert 3 belongs to device 1, which also has expert 2. Device 5 has the experts 10 and 11, with little load.
@@ -85,15 +83,15 @@ SHARED = plan_with((3, 5))
 UNEVEN = hot_counts_DE(3, 2)
 
 
-def policy_of(plan: LayerPlan, context: LayerContext, *counts: np.ndarray) -> str:
+def policy_of(plan, context, *counts):
     return with_cheaper_shares(plan, context, history_of(*counts)).dispatch_policy
 
 
-def test_every_micro_batch_pays_for_its_shares() -> None:
+def test_every_micro_batch_pays_for_its_shares():
     times = 4
     context = dataclasses.replace(CONTEXT, profile=dataclasses.replace(PROFILE, num_micro_batches=times))
 
-    def difference(name: str, counts_DE: np.ndarray, *replicas: tuple[int, int]) -> float:
+    def difference(name, counts_DE, *replicas):
         """Seconds of a part of the price that exact dispatch has above even dispatch."""
         exact, even = (
             plan_price(plan_with(*replicas, policy=policy), counts_DE, context)
@@ -109,7 +107,7 @@ def test_every_micro_batch_pays_for_its_shares() -> None:
     assert difference("all_to_all_s", nothing_DE, (3, 5)) == pytest.approx(times * shares_s)
 
 
-def test_exact_shares_are_used_where_they_pay_and_decided_once_for_a_placement() -> None:
+def test_exact_shares_are_used_where_they_pay_and_decided_once_for_a_placement():
     assert policy_of(SHARED, SLOW, UNEVEN) == "exact"
     assert policy_of(SHARED, SLOW, np.zeros_like(UNEVEN)) == "even"
     strategy = FssdpStrategy(FssdpSettings(slots=1, planned_from="past"))
@@ -131,26 +129,26 @@ MICRO_BATCHES = 8
 TIMES = dataclasses.replace(PROFILE, num_micro_batches=MICRO_BATCHES)
 
 
-def drifting(seed: int, num_iterations: int) -> list[list[np.ndarray]]:
+def drifting(seed, num_iterations):
     """Micro-batches of iterations: log-normal loads, which drift from one to the next by sigma 0.3."""
     rng = np.random.default_rng(seed)
     mean_E = rng.normal(size=EXPERTS)
 
-    def micro_batch() -> np.ndarray:
+    def micro_batch():
         load_E = np.exp(mean_E + 0.3 * rng.normal(size=EXPERTS))
         return rng.multinomial(4_096, load_E / load_E.sum(), size=DEVICES)
 
     return [[micro_batch() for _ in range(MICRO_BATCHES)] for _ in range(num_iterations)]
 
 
-def history_with(*iterations: list[np.ndarray]) -> LoadHistory:
+def history_with(*iterations):
     history = LoadHistory(3, DEVICES, EXPERTS)
     for of_iteration in iterations:
-        history.append(sum(of_iteration), [lambda counts_DE=one: counts_DE for one in of_iteration])  # type: ignore[misc]
+        history.append(sum(of_iteration), [lambda counts_DE=one: counts_DE for one in of_iteration])
     return history
 
 
-def test_loads_that_drift_between_micro_batches_are_shared_exactly() -> None:
+def test_loads_that_drift_between_micro_batches_are_shared_exactly():
     context = dataclasses.replace(CONTEXT, profile=TIMES)
     exact, even = [], []
     for seed in range(6):
@@ -162,7 +160,7 @@ def test_loads_that_drift_between_micro_batches_are_shared_exactly() -> None:
     assert max(exact) <= 1.1 < np.mean(even)
 
 
-def test_single_micro_batches_decide_and_equal_ones_decide_as_their_sum() -> None:
+def test_single_micro_batches_decide_and_equal_ones_decide_as_their_sum():
     """The simulator knows sums, of equal micro-batches."""
     context = dataclasses.replace(CONTEXT, profile=TIMES)
     policies = []
@@ -182,8 +180,8 @@ def test_single_micro_batches_decide_and_equal_ones_decide_as_their_sum() -> Non
     assert set(policies) == {("exact", "even"), ("exact", "exact"), ("even", "even")}
 
 
-def test_price_decides_unless_it_knows_too_little_or_a_graph_has_one_form() -> None:
-    def policy(context: LayerContext = SLOW, **settings: object) -> str:
+def test_price_decides_unless_it_knows_too_little_or_a_graph_has_one_form():
+    def policy(context=SLOW, **settings):
         strategy = FssdpStrategy(FssdpSettings(slots=1, **settings))
         rng = np.random.default_rng(0)
         counts_DE = rng.integers(0, 100, (DEVICES, EXPERTS)) * (1 + 9 * (np.arange(EXPERTS) < 4))

@@ -19,10 +19,8 @@ from megatron_fssdp.strategies.fssdp.hecate_algorithms import (
 )
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.planning.placement_cases import owned_layers, random_counts_DE
-
-SEEDS = st.integers(0, 2**32 - 1)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_calibration_keeps_its_limits_and_always_gains(layer, seeds, limits, siz
     plan = LayerPlan(planned, two_level_transfer(planned, topology))
     found = strategy.after_gate(context, counts_DE, plan, times)
 
-    def seconds(of: LayerPlan) -> float:
+    def seconds(of):
         return plan_price(of, times * counts_DE, context, num_micro_batches=times, planned=plan).seconds
 
     union = ExpertPlacement(planned.owner_E, planned.present_ED | wanted.present_ED)
@@ -144,11 +142,11 @@ def test_calibration_keeps_its_limits_and_always_gains(layer, seeds, limits, siz
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[OwnerMap, np.ndarray, Topology, int]:
+def cases(draw):
     """(a map after some moves, integer loads with many ties, any nodes, overlap degree)."""
     num_layers, local, num_devices = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
     even = OwnerMap.even(num_layers, local * num_devices, num_devices)
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    rng = np.random.default_rng(draw(SEEDS))
     owners = even.with_owners(rng.permutation(even.device_LE.reshape(-1)).reshape(even.device_LE.shape))
     load_LE = rng.integers(0, draw(st.sampled_from([1, 3, 100])), size=even.device_LE.shape, endpoint=True)
     labels = draw(st.lists(st.integers(0, 2), min_size=num_devices, max_size=num_devices))

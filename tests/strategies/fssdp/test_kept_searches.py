@@ -1,14 +1,12 @@
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
+from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
-from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL, KeptSearches, SearchResult
-from megatron_fssdp.strategies.layer_plan import LayerContext
+from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL, KeptSearches
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
 
@@ -18,16 +16,16 @@ LAYER = 3
 class Iterations(KeptSearches):
     """Plans one layer's iterations with one slot, and counts its searches."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(lambda _: {ReplicaLife.ITERATION: 1}, hides=True)
         self.num_searches = self.number = 0
-        self.last: ExpertPlacement | None = None
+        self.last = None
 
-    def searched(self, *args: Any) -> SearchResult:
+    def searched(self, *args):
         self.num_searches += 1
         return super().searched(*args)
 
-    def searches(self, load_DE: np.ndarray, context: LayerContext = CONTEXT) -> bool:
+    def searches(self, load_DE, context=CONTEXT):
         """Plan the next iteration; whether a search was made for it."""
         before, context = self.num_searches, dataclasses.replace(context, layer=LAYER)
         self.last = self.of(context, load_DE, self.number).placement
@@ -37,14 +35,14 @@ class Iterations(KeptSearches):
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_loads_are_searched_once_in_an_interval_and_equal_ones_until_nothing_changes(more: int) -> None:
+def test_loads_are_searched_once_in_an_interval_and_equal_ones_until_nothing_changes(more):
     iterations = Iterations()
     loads = (hot_counts_DE(3, pairs=3_000 + more * number) for number in range(3 * RENEWAL))
     searched = [number for number, load_DE in enumerate(loads) if iterations.searches(load_DE)]
     assert searched == [0, *(times * RENEWAL - LAYER for times in range(1, 4 if more else 2))]
 
 
-def test_loads_that_break_the_promise_are_searched() -> None:
+def test_loads_that_break_the_promise_are_searched():
     iterations = Iterations()
     assert iterations.searches(hot_counts_DE(3))
     assert not iterations.searches(hot_counts_DE(3, pairs=3_005))
@@ -54,7 +52,7 @@ def test_loads_that_break_the_promise_are_searched() -> None:
     assert iterations.last.present_ED[12].sum() > 4
 
 
-def test_other_owners_slots_and_costs_are_searched() -> None:
+def test_other_owners_slots_and_costs_are_searched():
     load_DE = hot_counts_DE(3)
     moved = dataclasses.replace(CONTEXT, owner_E=np.roll(even_owners(EXPERTS, DEVICES), 2))
     more = dataclasses.replace(moved, profile=dataclasses.replace(PROFILE, token_bytes=8_000))
@@ -66,7 +64,7 @@ def test_other_owners_slots_and_costs_are_searched() -> None:
     assert iterations.searches(load_DE, more)
 
 
-def test_a_kept_placement_costs_at_most_a_little_more_than_a_new_search() -> None:
+def test_a_kept_placement_costs_at_most_a_little_more_than_a_new_search():
     rng = np.random.default_rng(0)
     iterations, log_E = Iterations(), rng.normal(size=EXPERTS)
     for _ in range(40):
@@ -81,7 +79,7 @@ def test_a_kept_placement_costs_at_most_a_little_more_than_a_new_search() -> Non
         assert search.seconds(iterations.last) <= (1 + 4 * LEAST_SAVING) * least_s
 
 
-def test_an_iteration_that_is_planned_again_has_the_same_placement() -> None:
+def test_an_iteration_that_is_planned_again_has_the_same_placement():
     """Evaluations between two iterations do so."""
     iterations = Iterations()
     assert iterations.searches(hot_counts_DE(3))

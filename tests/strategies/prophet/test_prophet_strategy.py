@@ -18,22 +18,12 @@ MODEL = ProphetModel(
 )
 
 
-def plan(
-    owner_E: np.ndarray,
-    counts_DE: np.ndarray,
-    model: ProphetModel,
-    num_left_out: int,
-    *,
-    balance: float = 0.5,
-    slots: int = 99,
-) -> ExpertPlacement:
+def plan(owner_E, counts_DE, model, num_left_out, *, balance=0.5, slots=99):
     (found,) = greedy_placements(owner_E, counts_DE, model, [num_left_out], balance=balance, slots=slots)
     return found
 
 
-def layer_s(
-    model: ProphetModel, counts_DE: np.ndarray, placement: ExpertPlacement, num_left_out: int
-) -> float:
+def layer_s(model, counts_DE, placement, num_left_out):
     """Eq. 6 or 8 for a placement, from what each device computes and receives."""
     stays_DE = np.where(placement.present_ED.T, counts_DE, 0)
     away_E = (counts_DE - stays_DE).sum(axis=0)
@@ -43,7 +33,7 @@ def layer_s(
     return float(model.layer_s(received_D.max(), computed_D.max(), sent, num_left_out))
 
 
-def test_equations_give_the_seconds_worked_out_by_hand() -> None:
+def test_equations_give_the_seconds_worked_out_by_hand():
     assert MODEL.all_to_all_s(2) == 2  # Eq. 1
     assert MODEL.expert_s(5) == 5  # Eq. 2
     assert MODEL.transfer_s(2, 3, 1) == pytest.approx(2 * 2 / 3 * 3)  # Eq. 4, 5
@@ -53,7 +43,7 @@ def test_equations_give_the_seconds_worked_out_by_hand() -> None:
     assert overlapped.layer_s(2, 5, 1, 1) == pytest.approx(4 * 2 + 3 * 5 + 11 + 22)
 
 
-def test_figure_6_of_fastermoe_is_balanced() -> None:
+def test_figure_6_of_fastermoe_is_balanced():
     """Expert 0 goes to device 1 only, which has inputs for it and then 4 in total; expert 1 to device 2."""
     planned = plan(OWNERS, FIGURE_6, MODEL, 1)
     assert [planned.holders(expert) for expert in range(3)] == [(0, 1), (1, 2), (2,)]
@@ -62,12 +52,12 @@ def test_figure_6_of_fastermoe_is_balanced() -> None:
     assert layer_s(MODEL, FIGURE_6, once, 1) == pytest.approx(4 * 1 + 3 * 4 + 0.2 + 0.4)
 
 
-def test_the_search_returns_its_best_step_and_not_its_last() -> None:
+def test_the_search_returns_its_best_step_and_not_its_last():
     dear = dataclasses.replace(MODEL, expert_bytes=30, gradient_bytes=30)
     assert plan(OWNERS, FIGURE_6, dear, 1, balance=0.0).num_replicas == 0
 
 
-def test_a_first_step_that_does_not_pay_does_not_end_the_search() -> None:
+def test_a_first_step_that_does_not_pay_does_not_end_the_search():
     """Two devices are equally busy: relieving only one lowers no maximum and costs a transfer."""
     model = dataclasses.replace(MODEL, num_devices=4)
     planned = plan(even_owners(4, 4), np.array([[2, 2, 0, 0]] * 4), model, 0)
@@ -83,8 +73,8 @@ def test_a_first_step_that_does_not_pay_does_not_end_the_search() -> None:
     slots=st.sampled_from([1, 2, 99]),
 )
 def test_a_plan_never_takes_longer_than_doing_nothing(
-    seed: int, num_left_out: int, expert_bytes: float, overlaps: bool, balance: float, slots: int
-) -> None:
+    seed, num_left_out, expert_bytes, overlaps, balance, slots
+):
     rng = np.random.default_rng(seed)
     counts_DE = rng.poisson(rng.gamma(0.4, 20, 8), (4, 8))
     model = ProphetModel(4, 1.0, expert_bytes, expert_bytes, 1.0, 2.0, 3.0, overlaps)

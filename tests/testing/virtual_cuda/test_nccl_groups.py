@@ -1,13 +1,11 @@
 import contextlib
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from devtools.virtual_cuda import EventKind, FindingKind, virtual_cuda
-from tests.support.training_preload import on_ranks
+from tests.support.training_preload import on_plain_ranks
 
 # Results of all_calls on both ranks.
 RESULTS = {
@@ -33,7 +31,7 @@ def full(*shape, value=0.0, device="cuda"):
 def all_calls(rank, device="cuda"):
     """Results of one call of every kind, as lists."""
     mine, other = float(rank + 1), 1 - rank
-    results: dict[str, Any] = {}
+    results = {}
     on = partial(full, device=device)
 
     def note(name, *tensors):
@@ -75,7 +73,7 @@ def all_calls(rank, device="cuda"):
     return results
 
 
-@on_ranks(2, plain=True)
+@on_plain_ranks(2)
 def test_every_call_moves_the_data_that_nccl_would_move():
     rank = dist.get_rank()
     with virtual_cuda() as device:
@@ -118,7 +116,7 @@ def forget_to_wait_for_a_message():
     out.add_(1)
 
 
-MISTAKES: dict[Callable[[], None], list[FindingKind]] = {
+MISTAKES = {
     forget_to_wait: [FindingKind.RACE],
     wait_on_another_stream: [FindingKind.RACE, FindingKind.FREED_IN_USE],
     forget_to_wait_for_a_message: [FindingKind.RACE],
@@ -127,7 +125,7 @@ MISTAKES: dict[Callable[[], None], list[FindingKind]] = {
 }
 
 
-@on_ranks(2, plain=True)
+@on_plain_ranks(2)
 def test_mistakes_are_found():
     for call, kinds in MISTAKES.items():
         refused = contextlib.suppress(ValueError, RuntimeError)  # gloo refuses what is not contiguous
@@ -136,7 +134,7 @@ def test_mistakes_are_found():
         assert [finding.kind for finding in device.findings] == kinds
 
 
-@on_ranks(2, plain=True)
+@on_plain_ranks(2)
 def test_a_work_handle_keeps_tensors_until_the_wait():
     with virtual_cuda() as device:
         work = dist.all_reduce(full(128), async_op=True)  # Only the handle keeps the tensor alive.

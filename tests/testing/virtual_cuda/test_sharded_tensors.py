@@ -4,10 +4,10 @@ import torch
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
 from devtools.virtual_cuda import virtual_cuda
-from tests.support.training_preload import on_ranks
+from tests.support.training_preload import on_plain_ranks
 
 
-@on_ranks(1, plain=True)
+@on_plain_ranks(1)
 def test_a_sharded_tensor_of_a_checkpoint_has_the_device_of_its_shards():
     with virtual_cuda():
         shard = torch.zeros(2, 2, device="cuda")

@@ -1,9 +1,8 @@
 """What all comparisons of trainings share: tables of layouts, and trainings under two strategies."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_fssdp.records.metrics import IterationMetrics, read_metrics
+from megatron_fssdp.records.metrics import read_metrics
 
 from ...training_run import GPT, HALF, assert_close, flags, rows, train
 
@@ -27,12 +26,12 @@ class Layout:
     reshard_interval: int = 2
 
     @property
-    def is_half(self) -> bool:
+    def is_half(self):
         """Whether the parts of a replicated expert's gradient are rounded one by one, in half precision."""
         return "--bf16" in self.arguments or "--fp16" in self.arguments
 
 
-def layouts(table: str, **names: str) -> dict[str, Layout]:
+def layouts(table, **names):
     """Read layouts by name from a table, see :func:`rows`.
 
     A row has ``name | ranks expert-parallel-size | arguments | settings | further attributes``. The last two
@@ -42,7 +41,7 @@ def layouts(table: str, **names: str) -> dict[str, Layout]:
     for name, cells in rows(table, ADAPTIVE=ADAPTIVE, **names).items():
         sizes, arguments, settings, further, *_ = [*cells, "", ""]
         num_ranks, ep = map(int, sizes.split())
-        options: Any = {key: int(value) for key, value in (cell.split("=") for cell in further.split())}
+        options = {key: int(value) for key, value in (cell.split("=") for cell in further.split())}
         found[name] = Layout(num_ranks, ep, arguments, settings, **options)
     return found
 
@@ -60,7 +59,7 @@ def against_stock(layout, data, folder, *, bound=1e-05, before=None, moves=False
     ``bound`` is that of losses in fp32. Under ``fssdp``, there must be replicas exactly if the layout says
     so. Experts must have moved if ``moves``. Returns the run of stock Megatron.
     """
-    options: Any = {"before": before, "model": model}
+    options = {"before": before, "model": model}
     stock = trained(layout, "none", data, **options)
     run = trained(layout, f"{layout.settings} record_dir={folder}", data, **options)
     assert len(stock.losses) == layout.num_iterations
@@ -78,5 +77,5 @@ def against_stock(layout, data, folder, *, bound=1e-05, before=None, moves=False
     return stock
 
 
-def replicas_of(metrics: list[IterationMetrics]) -> list[int]:
+def replicas_of(metrics):
     return [sum(layer.num_replicas for layer in entry.layers) for entry in metrics]

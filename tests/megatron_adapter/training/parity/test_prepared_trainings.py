@@ -9,10 +9,8 @@ deduplicated exchange sends a token once to a node.
 import os
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -149,8 +147,7 @@ def of_matrix(name, more):
 
 
 # A layout, what is called first, and the bound of losses in fp32.
-Case = tuple[Layout, Callable[[], None] | None, float]
-CASES: dict[str, Case] = {
+CASES = {
     "combined schedule": (combined(Layout(2, 2, BATCH16, ADAPTIVE, num_iterations=4)), allow_fp32, 3e-5),
     **{
         f"combined schedule, {name}": (combined(one), None if one.is_half else allow_fp32, 3e-5)
@@ -189,10 +186,10 @@ def one_copy_jumps():
         return [1, 2] if jumps else [0, 1]
 
     add_to_logits(hot, 20.0)
-    replaced: Any = FssdpStrategy
+    replaced = FssdpStrategy
     replaced._seconds = lambda self, context, owner_E, load_E: float(len(set(owner_E[:2])) == 1)
     replaced.overlap_degree = lambda self, context: 0
-    moved: Any = fssdp_strategy
+    moved = fssdp_strategy
     moved.moving_seconds = lambda old_E, new_E, *others: 5.0 * bool((old_E != new_E).any())
 
 

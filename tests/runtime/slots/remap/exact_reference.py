@@ -3,8 +3,6 @@
 Shape letters: D devices, E experts.
 """
 
-from typing import Any
-
 import numpy as np
 
 from megatron_fssdp.planning.dispatch.token_dispatch import ANY_HOLDER, ENOUGH, EXPONENTS, LEAST_LOAD
@@ -12,9 +10,7 @@ from megatron_fssdp.planning.dispatch.token_dispatch import ANY_HOLDER, ENOUGH, 
 PARTS = 2.0**20
 
 
-def exact_ends_ED(
-    counts_DE: np.ndarray, slot_ED: np.ndarray, node_D: Any, source: int, enough: float = ENOUGH
-) -> np.ndarray:
+def exact_ends_ED(counts_DE, slot_ED, node_D, source, enough=ENOUGH):
     """Where each device's interval of a source's tokens of each expert ends, int64 ``[E, D]``."""
     counts, present, node_D = counts_DE.astype(float), (slot_ED.T >= 0).astype(float), np.asarray(node_D)
     same_node = (node_D[:, None] == node_D).astype(float)
@@ -23,7 +19,7 @@ def exact_ends_ED(
     near = ~far & (present == 0)
     num_chosen = np.where(present, 1, np.where(far, holders_E, in_node))
 
-    def evenly(share: np.ndarray) -> np.ndarray:
+    def evenly(share):
         """What each holder computes if every source sends its share to each holder that it chooses."""
         return (share + same_node @ (share * near) + (share * far).sum(axis=0)) * present
 
@@ -43,7 +39,7 @@ def exact_ends_ED(
     return np.cumsum(sent, axis=0).T.astype(np.int64)
 
 
-def _levelled(prior: np.ndarray, total_E: np.ndarray) -> np.ndarray:
+def _levelled(prior, total_E):
     """Parts of the experts' tokens that level the loads of the devices."""
     weight_D = np.ones(len(prior))
     load_E = total_E / (max(total_E.sum(), 1) / len(prior))
@@ -53,12 +49,12 @@ def _levelled(prior: np.ndarray, total_E: np.ndarray) -> np.ndarray:
     return prior * np.outer(weight_D, total_E / (weight_D @ prior))
 
 
-def _whole(tokens: np.ndarray) -> np.ndarray:
+def _whole(tokens):
     ends = np.cumsum(np.floor(tokens * PARTS), axis=0) / PARTS
     return np.diff(np.rint(ends), axis=0, prepend=0)
 
 
-def _filled(counts: np.ndarray, quota: np.ndarray, same_node: np.ndarray, source: int) -> np.ndarray:
+def _filled(counts, quota, same_node, source):
     """Tokens that a source sends to each device if quotas get the nearest tokens."""
     own = np.minimum(counts, quota)
     left = np.stack([counts - own, quota - own])  # two lines in each node, and then of all devices
@@ -71,7 +67,7 @@ def _filled(counts: np.ndarray, quota: np.ndarray, same_node: np.ndarray, source
     return sent
 
 
-def _overlap(begin: np.ndarray, length: np.ndarray, source: int) -> np.ndarray:
+def _overlap(begin, length, source):
     """The part of the source's interval of tokens in each interval of the quotas."""
     end = begin + length
     return np.maximum(np.minimum(end[0, source], end[1]) - np.maximum(begin[0, source], begin[1]), 0)

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given
-from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable, even_table
 from megatron_fssdp.runtime.slots.remap import shares
 from megatron_fssdp.runtime.slots.remap.shares import Shares, seconds_of_shares
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.planning.placement_cases import random_counts_DE
 from tests.support.python_process import python_output
 
@@ -57,7 +56,7 @@ def both(of_torch, of_triton, routing_map, probs, upstream):
 
 
 @examples(16, phases=[Phase.generate])  # Shrinking would take minutes.
-@given(st.integers(0, 2**32 - 1))
+@given(SEEDS)
 def test_map_probabilities_and_gradients_have_the_same_bits(seed):
     """Few elements of a matrix mean several blocks of experts, each with a program of its own."""
     rng = np.random.default_rng(seed)
