@@ -18,7 +18,7 @@ from ..case_run import CaseRun
 from ..layer_case import LayerCase
 from .test_virtual_devices import virtual_rank
 
-WIDTH, LAYERS, EXPERTS = 64, 3, 8
+WIDTH, LAYERS, EXPERTS = 64, 2, 8
 ROUNDING_BYTES = 5 * 2**12
 """For small tensors, such as routing maps and tables of intervals."""
 CASES = [
