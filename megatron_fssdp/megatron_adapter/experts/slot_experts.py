@@ -144,8 +144,8 @@ class SlotExperts:
         if found is not None:
             raise ConfigurationError(
                 f"experts: got {found}, wanted those that Megatron builds, because slots hold other experts "
-                "and copies of experts; put hooks on the whole expert module, copy values into Parameters, "
-                "or use --moe-strategy none"
+                "and copies of experts; put hooks, which see rows by slot, on the whole expert module, copy "
+                "values into Parameters, or use --moe-strategy none"
             )
 
     def compute(

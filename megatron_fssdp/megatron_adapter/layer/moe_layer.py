@@ -174,7 +174,7 @@ class StrategyMoELayer(MoELayer):
         if not self._has_computed:  # Owned experts alone have computed the rows of all slots.
             raise ConfigurationError(
                 "experts: got another forward pass of the expert module, wanted one that calls the one "
-                "before; put hooks on the module, or use --moe-strategy none"
+                "before; put hooks, which see rows by slot, on the module, or use --moe-strategy none"
             )
         self._has_computed = False
 
