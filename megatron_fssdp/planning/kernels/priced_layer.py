@@ -171,15 +171,10 @@ class PricedLayer(LayerTraffic):
             self.join_all(FAR_PAIRS)
             for column in range(FAR_PAIRS):
                 self.most[without, column] = self.all_nodes[column]
-            self.most[without, 5] = self.most[without, 6] = 0.0
             for node in range(self.num_nodes):
                 self.look_between(node, lacking + node, expert)
-                if is_smooth:
-                    self.most[without, 5] += self.most[lacking + node, 5]
-                    self.most[without, 6] += self.most[lacking + node, 6]
-        far_device, far = self.most[without, 5], self.most[without, 6]
-        self.all_nodes[5] = self.all_nodes[6] = 0.0
-        for column in range(FAR_PAIRS):
+        far_device = far = 0.0
+        for column in range(7):
             self.all_nodes[column] = self.most[without, column]
         for node in range(self.num_nodes):
             if self.holders_EN[expert, node] > 0:
@@ -187,18 +182,15 @@ class PricedLayer(LayerTraffic):
                 if is_smooth:
                     for column in range(FAR_PAIRS):
                         self.all_nodes[column] -= self.most[node, column]
-                    far_device -= self.most[lacking + node, 5]
-                    far -= self.most[lacking + node, 6]
                 self.join(row, 0, 1)
                 if self.all_nodes[0] > self.most_work:
                     return False
                 self.join(row, 1, 7)
-            elif not is_smooth:
-                far_device = max(far_device, self.most[lacking + node, 5])
-                far = max(far, self.most[lacking + node, 6])
-        # Less than zero is the rounding error of a difference.
-        self.all_nodes[5] = _join(is_smooth, self.all_nodes[5], max(far_device, 0.0))
-        self.all_nodes[6] = _join(is_smooth, self.all_nodes[6], max(far, 0.0))
+            else:
+                far_device = _join(is_smooth, far_device, self.most[lacking + node, 5])
+                far = _join(is_smooth, far, self.most[lacking + node, 6])
+        self.all_nodes[5] = _join(is_smooth, self.all_nodes[5], far_device)
+        self.all_nodes[6] = _join(is_smooth, self.all_nodes[6], far)
         return True
 
     def join_all(self, last: int) -> None:
