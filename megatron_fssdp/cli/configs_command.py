@@ -33,7 +33,7 @@ def configs_command(
         sys.stdout.write(cluster.read_text(encoding="utf-8"))
         return
     # The files can be parts of a run, so they are not validated.
-    sys.stdout.write(format_yaml(compose(names).data) if names else shipped_names())
+    sys.stdout.write(format_yaml(compose(names).settings) if names else shipped_names())
 
 
 def shipped_names() -> str:
@@ -67,10 +67,10 @@ def _size(name: str) -> str:
     from megatron_fssdp.config.run.sections import DataSettings, ModelArguments
     from megatron_fssdp.report.units import PARAMETERS, in_units
 
-    data = compose([name]).data
-    if "hidden_size" not in data.get("model", {}):
+    settings = compose([name]).settings
+    if "hidden_size" not in settings.get("model", {}):
         return ""  # the file has no model, or changes a few values of any model
-    model = validate(ModelArguments, data["model"], name)
-    vocabulary = validate(DataSettings, data.get("data", {}), name).vocab_size
+    model = validate(ModelArguments, settings["model"], name)
+    vocabulary = validate(DataSettings, settings.get("data", {}), name).vocab_size
     count = count_parameters(model, vocabulary)
     return f"{in_units(count.total, PARAMETERS)} ({in_units(count.activated, PARAMETERS)} a token)"

@@ -68,14 +68,14 @@ class ClusterDescription(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_older_profile(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "inter_node" in data and "inter_device" not in data:
+    def _refuse_older_profile(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "inter_node" in values and "inter_device" not in values:
             raise ValueError(
                 "inter_device is missing, as in files of an older profile, which do not say what one device "
                 "reaches between nodes; run megatron-fssdp profile again, or add it: with one NIC in a node, "
                 "the values of inter_node"
             )
-        return data
+        return values
 
     @property
     def num_devices(self) -> int:

@@ -31,7 +31,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
-    def key_problems(cls, data: Mapping[str, Any]) -> Problems:
+    def key_problems(cls, settings: Mapping[str, Any]) -> Problems:
         """Return what is wrong with keys that pydantic cannot judge."""
         return {}
 
@@ -58,19 +58,19 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # a ValueError is about bytes that are no UTF-8, or in the name
         reason = str(getattr(error, "strerror", error)).lower()
         raise ConfigurationError(f"{path}: {reason}; give the path of a YAML file in UTF-8") from None
-    data = parse_yaml(text, str(path))
-    if data is not None and not isinstance(data, dict):
+    content = parse_yaml(text, str(path))
+    if content is not None and not isinstance(content, dict):
         raise ConfigurationError(
-            f"{path}: got {describe_value(data)} at the top level, wanted a mapping of keys to values"
+            f"{path}: got {describe_value(content)} at the top level, wanted a mapping of keys to values"
         )
-    return data or {}
+    return content or {}
 
 
 def apply_overrides(
-    data: Mapping[str, Any], overrides: Iterable[str], asked_by: str = "override"
+    values: Mapping[str, Any], overrides: Iterable[str], asked_by: str = "override"
 ) -> dict[str, Any]:
     """Return a mapping with ``key=value`` overrides merged into it as :func:`parse_override` reads them."""
-    return reduce(merged, (parse_override(text, asked_by) for text in overrides), dict(data))
+    return reduce(merged, (parse_override(text, asked_by) for text in overrides), dict(values))
 
 
 def parse_override(text: str, asked_by: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validate(  # noqa: UP047  # doctor is read by older Pythons
-    model_cls: type[ModelT], data: Mapping[str, Any], source: str | Callable[[tuple[str, ...], str], str]
+    model_cls: type[ModelT], values: Mapping[str, Any], source: str | Callable[[tuple[str, ...], str], str]
 ) -> ModelT:
     """Build a settings model from plain values, without converting types.
 
@@ -109,14 +109,14 @@ def validate(  # noqa: UP047  # doctor is read by older Pythons
     Raises:
         ConfigurationError: The values are invalid. One line has all problems; of many, the last are counted.
     """
-    problems = model_cls.key_problems(data)
+    problems = model_cls.key_problems(values)
     try:
         # JSON mode is strict about types ("4" is not a number), but still reads paths from strings.
-        result = model_cls.model_validate_json(json.dumps(data, default=str), strict=True)
+        result = model_cls.model_validate_json(json.dumps(values, default=str), strict=True)
         if not problems:
             return result
     except ValidationError as error:
-        problems |= _problems(model_cls, data, error.errors(include_url=False))
+        problems |= _problems(model_cls, values, error.errors(include_url=False))
     texts = []
     for path, text in problems.items():
         # A text about an unknown key, or about several keys, names them itself.
@@ -125,7 +125,7 @@ def validate(  # noqa: UP047  # doctor is read by older Pythons
         texts.append((source if isinstance(source, str) else source(path, text), text))
     shown = [
         f"{name}: {'; '.join(text for _, text in group)}"
-        for name, group in groupby(texts[:_MAX_ERRORS_SHOWN], key=lambda one: one[0])
+        for name, group in groupby(texts[:_MAX_ERRORS_SHOWN], key=lambda pair: pair[0])
     ]
     if len(texts) > _MAX_ERRORS_SHOWN:
         shown.append(f"and {len(texts) - _MAX_ERRORS_SHOWN} more")
@@ -142,7 +142,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 def closest(name: str, known: Sequence[str]) -> str:
     """Return the known name that is most similar or begins with the name; an empty text without one."""
-    begins = [other for other in known if other.startswith(f"{name}_")]
+    begins = [candidate for candidate in known if candidate.startswith(f"{name}_")]
     return next(iter((*difflib.get_close_matches(name, known, n=1), *begins)), "")
 
 
@@ -153,25 +153,25 @@ def describe_value(value: Any) -> str:
 
 
 def _problems(
-    model_cls: type[BaseModel], data: Mapping[str, Any], errors: Sequence[ErrorDetails]
+    model_cls: type[BaseModel], values: Mapping[str, Any], errors: Sequence[ErrorDetails]
 ) -> Problems:
     """Turn pydantic's errors into one problem for each key; a union has an error for each alternative."""
-    paths = [_key_path(details, data) for details in errors]
-    found: Problems = {}
+    paths = [_key_path(details, values) for details in errors]
+    texts: Problems = {}
     for path, details in zip(paths, errors, strict=True):
         cause = details.get("ctx", {}).get("error")
         if details["type"] == "extra_forbidden":
-            found[path] = unknown_name("key", path[-1], _model_at(model_cls, path[:-1]).model_fields)
+            texts[path] = unknown_name("key", path[-1], _model_at(model_cls, path[:-1]).model_fields)
         elif details["type"] == "missing":
-            found[path] = "missing; add this key"
+            texts[path] = "missing; add this key"
         elif isinstance(cause, ValueError):
-            found[path] = str(cause)
-        elif not any(other[: len(path)] == path and other != path for other in paths):  # inside the value
+            texts[path] = str(cause)
+        elif not any(inner[: len(path)] == path and inner != path for inner in paths):  # inside the value
             before = (
-                f"{found[path]} or" if path in found else f"got {describe_value(details['input'])}, wanted"
+                f"{texts[path]} or" if path in texts else f"got {describe_value(details['input'])}, wanted"
             )
-            found[path] = f"{before} {_wanted(details['msg'])}"
-    return found
+            texts[path] = f"{before} {_wanted(details['msg'])}"
+    return texts
 
 
 def _wanted(message: str) -> str:
@@ -179,12 +179,12 @@ def _wanted(message: str) -> str:
     return rest.removeprefix("be ") if rest.startswith("be ") else f"it to {rest}"
 
 
-def _key_path(details: ErrorDetails, data: Any) -> tuple[str, ...]:
+def _key_path(details: ErrorDetails, value: Any) -> tuple[str, ...]:
     """Return the user's keys in an error's location, which also has pydantic's names of alternatives."""
     path: list[str] = []
     for part in details["loc"]:
         with suppress(LookupError, TypeError):
-            data = data[part]
+            value = value[part]
             path.append(str(part))
     if details["type"] == "missing":
         path.append(str(details["loc"][-1]))

@@ -34,11 +34,11 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigurationError(f"{source}: not valid YAML: {reason}") from None
 
 
-def format_yaml(data: Any) -> str:
+def format_yaml(values: Any) -> str:
     """Return YAML text that :func:`parse_yaml` reads back as the same values, with keys in their order."""
     text = ""
     for all_characters in (True, False):
-        text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=all_characters, width=100)
+        text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=all_characters, width=100)
         # PyYAML changes Unicode line breaks into others, unless it writes all such characters as escapes.
         if not set("\x85\u2028\u2029").intersection(text):
             break

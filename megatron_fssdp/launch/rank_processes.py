@@ -114,8 +114,8 @@ def failure_reason(log: Path, start: int = 0) -> str:
         end = file.seek(0, 2)
         file.seek(max(start, end - _MAX_LOG_BYTES))
         text = file.read().decode("utf-8", errors="replace")
-    if found := _PLUGIN_ERROR.search(text):
-        return found["message"].strip()
+    if match := _PLUGIN_ERROR.search(text):
+        return match["message"].strip()
     # The last line of each rank, and that of its last traceback, in the order of the first tracebacks.
     last_lines: dict[str, str] = {}
     reasons: dict[str, str] = {}

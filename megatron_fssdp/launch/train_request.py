@@ -33,9 +33,9 @@ class TrainRequest:
 
     def changed_settings(self) -> dict[str, Any]:
         """The settings that options changed in the files, also earlier options of a resumed run."""
-        changed = Composition((), tuple(self._options)).data
+        changed = Composition((), tuple(self._options)).settings
         if "strategy" in changed:  # as a whole: options may have dropped settings of the files
-            changed["strategy"] = self._files.under(self._options).data["strategy"]
+            changed["strategy"] = self._files.under(self._options).settings["strategy"]
         return changed
 
     @cached_property
@@ -45,7 +45,7 @@ class TrainRequest:
     @cached_property
     def folder(self) -> RunFolder:
         """The output folder of the run."""
-        section = self._files.under(self._given).data.get("strategy")
+        section = self._files.under(self._given).settings.get("strategy")
         strategy = str(section.get("name", "none") if isinstance(section, Mapping) else "none")
         first, *others = (path.stem for path in self.config_paths)
         names = [first, *(name for name in others if name != strategy), strategy]
@@ -66,7 +66,7 @@ class TrainRequest:
             layers.append(Layer(f"--nproc {self.nproc}", {"parallelism": {"nproc_per_node": self.nproc}}))
         if self.iterations is not None:
             training = {"train_iters": self.iterations}
-            below = self._files.under(layers).data.get("training")
+            below = self._files.under(layers).settings.get("training")
             warm_up = below.get("lr_warmup_iters") if isinstance(below, Mapping) else None
             if isinstance(warm_up, int) and warm_up >= self.iterations > 0:
                 training["lr_warmup_iters"] = self.iterations - 1  # it ends before the last iteration
@@ -78,5 +78,5 @@ class TrainRequest:
             settings = parse_override(text, flag)
             layers.append(Layer(f"{flag} {text}", {"strategy": {"settings": settings}}))
         if self.megatron_words:
-            layers.append(words_layer(self.megatron_words, self._files.under(layers).data))
+            layers.append(words_layer(self.megatron_words, self._files.under(layers).settings))
         return layers

@@ -39,7 +39,7 @@ def test_every_file_has_a_comment_and_its_folders_sections(folder, sections):
     for name in names_in(folder):
         path = CONFIGS / folder / f"{name}.yaml"
         assert path.read_text(encoding="utf-8").startswith("# "), path
-        assert set(compose([path]).layers[-1].data) <= sections, path
+        assert set(compose([path]).layers[-1].settings) <= sections, path
 
 
 # Models of each paper, its clusters, and a training plan.
@@ -98,7 +98,7 @@ def test_every_model_runs_on_its_clusters(number, parts):
 @pytest.mark.parametrize("name", names_in("clusters"))
 def test_every_figure_of_a_cluster_has_a_source(name):
     cluster = load_cluster(CONFIGS / "clusters" / f"{name}.yaml")
-    cut = compose([f"parallelism/{name}"]).data["parallelism"]
+    cut = compose([f"parallelism/{name}"]).settings["parallelism"]
     assert (cut.get("num_nodes", 1), cut["nproc_per_node"]) == (cluster.num_nodes, cluster.devices_per_node)
     figures = set(ClusterDescription.model_fields) - {"name", "sources"}
     assert {figure for figure in figures if getattr(cluster, figure) not in (None, {})} <= set(

@@ -23,15 +23,15 @@ def test_every_shipped_file_but_clusters_has_a_name():
 
 def test_a_users_files_come_before_shipped_ones(tmp_path):
     (tmp_path / "gpt_moe_tiny.yaml").write_text("data: {vocab_size: 300}\n", encoding="utf-8")
-    assert compose(["gpt_moe_tiny.yaml"]).data == {"data": {"vocab_size": 300}}
+    assert compose(["gpt_moe_tiny.yaml"]).settings == {"data": {"vocab_size": 300}}
     run, shipped = tmp_path / "run.yaml", shipped_run("models/tiny-mixtral")
     run.write_text("include: [models/tiny-mixtral]\n", encoding="utf-8")
     assert shipped is not None
-    assert compose([run]).data == compose([shipped]).data
+    assert compose([run]).settings == compose([shipped]).settings
     run.write_text("include: [models/tiny-mixtral.yaml]\n", encoding="utf-8")
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny-mixtral.yaml").write_text("model: {num_layers: 7}\n", encoding="utf-8")
-    assert compose([run]).data == {"model": {"num_layers": 7}}
+    assert compose([run]).settings == {"model": {"num_layers": 7}}
 
 
 def test_a_wrong_name_gives_one_line_with_the_closest_name():

@@ -53,7 +53,7 @@ def write_loads_page(
 def write_run_page(paths: Sequence[Path], path: Path, *, as_json: bool) -> None:
     """Write the page of one run, or of several that are compared with the first, and print the figures."""
     refuse_special_file(path, "--out")
-    if len({one.resolve() for one in paths}) < len(paths):
+    if len({run.resolve() for run in paths}) < len(paths):
         raise ConfigurationError("compare: got the same run twice, wanted different runs; give each one once")
     runs, console = shown_runs(paths), plain_console(stderr=as_json)
     refuse_unwritable(path, "--out")
@@ -89,8 +89,8 @@ def print_lines(console: Console, *lines: str | Table) -> None:
 
 
 def _print_json(page: Page, path: Path, **more: object) -> None:
-    data = {"sentence": page.sentence, "page": str(path), **more}
-    print(to_json(data, indent=2, inf_nan_mode="null").decode())
+    report = {"sentence": page.sentence, "page": str(path), **more}
+    print(to_json(report, indent=2, inf_nan_mode="null").decode())
 
 
 def _where(path: Path) -> str:

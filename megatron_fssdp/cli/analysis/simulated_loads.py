@@ -50,13 +50,13 @@ def loads_for_job(
         raise ConfigurationError(unknown_loads(source))
     model = RoutedModel(job.num_layers, job.num_experts, job.top_k)
     loads, how = read_any_loads(path, model, None if chosen.start else chosen.stop)
-    found = loads.of_iterations(chosen)
-    counts, factor = fitted_loads(found.counts_ILDE, job)
+    loads = loads.of_iterations(chosen)
+    counts, factor = fitted_loads(loads.counts_ILDE, job)
     scaled = "" if factor == 1.0 else f"tokens scaled by {factor:.4g} to the model's batch size"
-    sources, devices = found.counts_ILDE.shape[-2], counts.shape[-2]
+    sources, devices = loads.counts_ILDE.shape[-2], counts.shape[-2]
     spread = "" if sources == devices else f"source devices of the record {sources}, of the model {devices}"
     note = "; ".join(filter(None, (how, spread, scaled)))
-    return replace(found, counts_ILDE=counts), note and f"loads: {note}"
+    return replace(loads, counts_ILDE=counts), note and f"loads: {note}"
 
 
 def simulated_stage(
@@ -78,29 +78,29 @@ def simulated_stage(
         )
     if len(stages) == 1:
         return job_of_run(run), record, cluster, ""
-    found, seconds = dict[int, tuple[MoeJob, RecordedLoads]](), dict[int, float]()
+    jobs, seconds = dict[int, tuple[MoeJob, RecordedLoads]](), dict[int, float]()
     for stage in stages:
         layers = [layer for layer, _ in stage.layers if is_moe_L[layer]]
         if layers:
             job, loads = job_of_run(run, stage), record.of_layers((is_moe_L.cumsum()[layers] - 1).tolist())
             mean = np.rint(loads.counts_ILDE.mean(axis=0, keepdims=True)).astype(np.int32)
             number = stage.pipeline.stage
-            found[number] = job, loads
+            jobs[number] = job, loads
             if asked is None:
                 seconds[number] = simulate(
                     BASELINE, STRATEGIES[BASELINE].settings(), mean, cluster, job
                 ).mean_s
-    if asked is not None and asked not in found:
-        raise ConfigurationError(f"--stage: got {asked}, which has no MoE layers, wanted one of {[*found]}")
+    if asked is not None and asked not in jobs:
+        raise ConfigurationError(f"--stage: got {asked}, which has no MoE layers, wanted one of {[*jobs]}")
     number = max(seconds, key=seconds.__getitem__) if asked is None else asked
     words = f"pipeline stage {number} of 0 to {len(stages) - 1} is simulated, MoE layers: "
-    words += f"{found[number][0].num_layers}"
+    words += f"{jobs[number][0].num_layers}"
     if asked is None:
         least = min(seconds.values()) / seconds[number]
         words += (
             f". It is the slowest of those with experts under ep; the fastest takes {least:.0%} of its time"
         )
-    return *found[number], cluster, words
+    return *jobs[number], cluster, words
 
 
 def unknown_loads(source: str) -> str:

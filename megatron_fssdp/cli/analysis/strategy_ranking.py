@@ -50,8 +50,8 @@ def described_cluster(source: str, overrides: Sequence[str] = ()) -> ClusterDesc
     cluster = load_cluster(source)
     if not overrides:
         return cluster
-    data = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), overrides, "--cluster-set")
-    return validate(ClusterDescription, data, "--cluster-set")
+    values = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), overrides, "--cluster-set")
+    return validate(ClusterDescription, values, "--cluster-set")
 
 
 def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> StrategySettings:
@@ -59,12 +59,12 @@ def settings_of(name: str, run: RunConfig, overrides: Sequence[str] = ()) -> Str
 
     Systems of others have settings, too.
     """
-    data = dict(run.strategy.settings) if run.strategy.name == name else {}
+    values = dict(run.strategy.settings) if run.strategy.name == name else {}
     system, source = SYSTEMS.get(name), f"--strategies {name}"
     known = (system.settings if system else type(strategy_settings(name, {}, "--strategies"))).model_fields
     known_overrides = [override for override in overrides if override.partition("=")[0].strip() in known]
-    data = apply_overrides(data, known_overrides)
-    return validate(system.settings, data, source) if system else strategy_settings(name, data, source)
+    values = apply_overrides(values, known_overrides)
+    return validate(system.settings, values, source) if system else strategy_settings(name, values, source)
 
 
 def refuse_unknown_keys(overrides: Sequence[str], chosen: Mapping[str, StrategySettings]) -> None:
@@ -123,8 +123,8 @@ def ranked_strategies(
         ideal = simulate(BASELINE, EpSettings(), balanced_counts(counts_ILDE), cluster, job)
     except ValueError as error:
         raise ConfigurationError(f"simulate: {error}") from None
-    other = "with settings that are not its defaults"
-    notes = [f"{row.label} *: {other}, {row.changed}" for row in rows if row.changed]
+    meaning = "with settings that are not its defaults"
+    notes = [f"{row.label} *: {meaning}, {row.changed}" for row in rows if row.changed]
     notes += [note] if note else []
     notes.append(_COLUMNS)
     if "parm" in settings:

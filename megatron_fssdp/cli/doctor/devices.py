@@ -60,7 +60,7 @@ def look_at_gpus() -> Gpus:
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         properties = [torch.cuda.get_device_properties(index) for index in range(count)]
-        return Gpus(tuple((each.name, int(each.total_memory)) for each in properties))
+        return Gpus(tuple((gpu.name, int(gpu.total_memory)) for gpu in properties))
     except Exception as raised:  # Broken drivers raise many kinds of errors.
         return Gpus(error=one_line(raised))
 
@@ -87,15 +87,15 @@ def check_folder(path: Path, setting: str) -> Finding:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        found = f"{path}: cannot be written ({error.strerror or type(error).__name__})"
+        state = f"{path}: cannot be written ({error.strerror or type(error).__name__})"
         advice = f"make {path} a folder with free space that this user may write to"
-        return problem(name, found, f"{advice}, or set another folder with {setting}")
-    state = "writable" if nearest == path.absolute() else "does not exist yet, can be created"
-    found = f"{path}: {state}, {free_bytes / 2**30:,.1f} GiB free"
+        return problem(name, state, f"{advice}, or set another folder with {setting}")
+    access = "writable" if nearest == path.absolute() else "does not exist yet, can be created"
+    state = f"{path}: {access}, {free_bytes / 2**30:,.1f} GiB free"
     if free_bytes >= LEAST_FREE_BYTES:
-        return Finding(name, found)
+        return Finding(name, state)
     advice = "a checkpoint takes about 14 bytes per parameter (bf16, Adam)"
-    return note(name, found, f"{advice}: make room, or set another folder with {setting}")
+    return note(name, state, f"{advice}: make room, or set another folder with {setting}")
 
 
 def check_devices(gpus: Gpus, run: "RunConfig | None", has_engine: bool) -> list[Finding]:
@@ -104,9 +104,9 @@ def check_devices(gpus: Gpus, run: "RunConfig | None", has_engine: bool) -> list
     if run is not None:
         findings.append(_ranks(gpus, run.parallelism, run.training.device))
         if (size := run.parallelism.context_parallel_size) > 1 and not has_engine:
-            found = f"parallelism.context_parallel_size {size} without Transformer Engine"
+            state = f"parallelism.context_parallel_size {size} without Transformer Engine"
             advice = "install it, or set context_parallel_size to 1: its attention is needed, on GPUs"
-            findings.append(problem("context parallelism", found, advice))
+            findings.append(problem("context parallelism", state, advice))
     return findings
 
 
@@ -139,25 +139,25 @@ def _gpus(gpus: Gpus) -> Finding:
         advice = "fix the cause that the message names; nvidia-smi shows whether the driver works"
         return problem(name, f"torch fails to use them: {gpus.error}", advice)
     if gpus.models:
-        found = ", ".join(
+        state = ", ".join(
             f"{count} × {model}, {memory_bytes / 2**30:,.1f} GiB"
             for (model, memory_bytes), count in Counter(gpus.models).items()
         )
         if asked == "cpu":
-            return note(name, f"{found}; not used, because {DEVICE_VARIABLE}=cpu selects the CPU ({host})")
-        return Finding(name, found)
+            return note(name, f"{state}; not used, because {DEVICE_VARIABLE}=cpu selects the CPU ({host})")
+        return Finding(name, state)
     if asked == "cuda":
         advice = f"unset {DEVICE_VARIABLE} to run on the CPU, or use a machine with GPUs"
         return problem(name, f"none, but {DEVICE_VARIABLE}=cuda asks for them", advice)
     if asked == "cpu" or visible in ("", "-1") or not _NVIDIA_DRIVER.exists():
         hidden = f"hidden by CUDA_VISIBLE_DEVICES={visible!r}" if visible in ("", "-1") else "none"
         return note(name, f"{hidden}; ranks run on the CPU ({host})")
-    found, advice = "torch is built without CUDA", "install torch's CUDA wheel from pytorch.org"
+    state, advice = "torch is built without CUDA", "install torch's CUDA wheel from pytorch.org"
     if build := torch.version.cuda or torch.version.hip:
-        found = f"torch (built for CUDA {build}) finds no GPU"
+        state = f"torch (built for CUDA {build}) finds no GPU"
         advice = "install a driver that is new enough for torch's CUDA (nvidia-smi shows its version)"
-    found = f"an NVIDIA driver is installed, but {found}"
-    return problem(name, found, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
+    state = f"an NVIDIA driver is installed, but {state}"
+    return problem(name, state, f"{advice}; or set {DEVICE_VARIABLE}=cpu to use the CPU")
 
 
 def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", device: str) -> Finding:
@@ -173,18 +173,18 @@ def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", device: str) -> Find
     wanted = (_asked() or ("cuda" if gpus.models else "cpu")) if device == "auto" else device
     on_cpu = wanted == "cpu"
     num = usable_cores() if on_cpu else len(gpus.models)
-    found = f"{num_ranks} on {num} {'CPU cores' if on_cpu else 'GPUs'}"
+    state = f"{num_ranks} on {num} {'CPU cores' if on_cpu else 'GPUs'}"
     if parallelism.num_nodes > 1:
-        found += f"; {parallelism.num_nodes - 1} other machines were not checked"
+        state += f"; {parallelism.num_nodes - 1} other machines were not checked"
     if on_cpu and num_ranks > num:
         advice = "training is correct, but ranks share CPU cores and wait: measured times mean little"
-        return note(name, found, advice)
+        return note(name, state, advice)
     if on_cpu or num_ranks == num:
-        return Finding(name, found)
+        return Finding(name, state)
     if num_ranks < num:
-        return note(name, found, f"{num - num_ranks} GPUs are not used: --nproc {num} uses all")
+        return note(name, state, f"{num - num_ranks} GPUs are not used: --nproc {num} uses all")
     advice = f"use at most --nproc {num}, --set training.device=cpu, or a machine with more GPUs"
-    return problem(name, found, f"every rank needs its own GPU: {advice}")
+    return problem(name, state, f"every rank needs its own GPU: {advice}")
 
 
 def usable_cores() -> int:

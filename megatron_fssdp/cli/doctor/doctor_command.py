@@ -57,7 +57,7 @@ def doctor_command(
         print(_issue_block(findings, examination.torch_report()))
     elif as_json:
         named = {"plugin": __version__, "host": socket.gethostname(), "ok": not problems}
-        report = {**named, "findings": [asdict(each) for each in findings]}
+        report = {**named, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         _print_report(findings, len(problems), "this run" if run is not None else "a training")
@@ -67,7 +67,7 @@ def doctor_command(
 def _issue_block(findings: "Sequence[Finding]", torch_report: str) -> str:
     """Return Markdown with one line for each finding, and torch's own report folded below."""
     lines = [f"megatron-fssdp {__version__}, {platform.platform()}"]
-    lines += [f"{each.verdict:<8}{each.name}: {each.found}" for each in findings]
+    lines += [f"{finding.verdict:<8}{finding.name}: {finding.found}" for finding in findings]
     folded = f"<details><summary>torch.utils.collect_env</summary>\n\n```\n{torch_report}\n```\n</details>"
     return "\n".join(["```", *lines, "```", folded])
 
@@ -77,15 +77,19 @@ def _print_report(findings: "Sequence[Finding]", num_problems: int, subject: str
     from rich.table import Column, Table
     from rich.text import Text
 
-    console, found = plain_console(), Column("found", overflow="fold")
+    console, found_column = plain_console(), Column("found", overflow="fold")
     title = Text(f"megatron-fssdp {__version__} on {socket.gethostname()}")
-    table = Table("check", found, Column("verdict", no_wrap=True), title=title, title_justify="left")
-    for each in findings:
-        table.add_row(Text(each.name), Text(each.found), Text(each.verdict, style=_STYLES[each.verdict]))
+    table = Table("check", found_column, Column("verdict", no_wrap=True), title=title, title_justify="left")
+    for finding in findings:
+        table.add_row(
+            Text(finding.name), Text(finding.found), Text(finding.verdict, style=_STYLES[finding.verdict])
+        )
     console.print(table)
-    for each in sorted(findings, key=lambda one: one.verdict == "problem"):
-        if each.advice:
-            line = Text.assemble((each.verdict, _STYLES[each.verdict]), f": {each.name}: {each.advice}")
+    for finding in sorted(findings, key=lambda finding: finding.verdict == "problem"):
+        if finding.advice:
+            line = Text.assemble(
+                (finding.verdict, _STYLES[finding.verdict]), f": {finding.name}: {finding.advice}"
+            )
             console.print(line)
     hint = "to report a problem of the project, paste the output of megatron-fssdp doctor --issue"
     console.print(hint)

@@ -126,11 +126,11 @@ def is_tested(distribution: str, version: str) -> bool:
 
 
 def _check_python() -> Finding:
-    found, wanted = f"{platform.python_version()} ({sys.executable})", TESTED_VERSIONS["python"]
+    state, wanted = f"{platform.python_version()} ({sys.executable})", TESTED_VERSIONS["python"]
     if is_tested("python", platform.python_version()):
-        return Finding("Python", found)
+        return Finding("Python", state)
     advice = f"wanted Python {wanted}: install it and create a new virtual environment with it"
-    return problem("Python", found, advice)
+    return problem("Python", state, advice)
 
 
 def check_package(
@@ -165,20 +165,22 @@ def check_seams(has_megatron: bool) -> Finding:
         return note(check, "not checked, because Megatron cannot be imported")
     num = sum(len(names.split()) for names in capabilities.SEAMS.values())
     missing = capabilities.missing_seams(for_training=True)
-    found = f"found {num - len(missing)} of {num} functions and classes that the plugin attaches to"
+    state = f"found {num - len(missing)} of {num} functions and classes that the plugin attaches to"
     if not missing:
-        return Finding(check, found)
-    found += "".join(f"; not {seam} ({one_line(error)})" for seam, error in missing.items())
-    return problem(check, found, f"install a tested release: {pip_install('megatron-core')}")
+        return Finding(check, state)
+    state += "".join(f"; not {seam} ({one_line(error)})" for seam, error in missing.items())
+    return problem(check, state, f"install a tested release: {pip_install('megatron-core')}")
 
 
 def check_strategies() -> list[Finding]:
     """Return a finding for all installed strategies, and one for each that cannot be used."""
-    others = [f", {name} from {one.package}" for name, one in STRATEGIES.items() if one.package != SHIPPED]
+    others = [
+        f", {name} from {entry.package}" for name, entry in STRATEGIES.items() if entry.package != SHIPPED
+    ]
     findings = [Finding("strategies", f"{len(STRATEGIES) - len(others)} from {SHIPPED}{''.join(others)}")]
     for name, text in STRATEGIES.broken.items():
-        found, _, advice = text.rpartition("; ")
-        findings.append(note(f"strategy {name}", found, f"{advice}; other strategies work"))
+        state, _, advice = text.rpartition("; ")
+        findings.append(note(f"strategy {name}", state, f"{advice}; other strategies work"))
     return findings
 
 

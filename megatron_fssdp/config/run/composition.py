@@ -21,7 +21,7 @@ class Layer(NamedTuple):
     """What one file itself has, or one option; ``name`` is the file's path, or the option as typed."""
 
     name: str
-    data: Mapping[str, Any]
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Composition:
     layers: tuple[Layer, ...]
 
     @property
-    def data(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The combined keys and values of all layers."""
-        return reduce(lay_over, (layer.data for layer in self.layers), {})
+        return reduce(lay_over, (layer.settings for layer in self.layers), {})
 
     def under(self, layers: Iterable[Layer]) -> "Composition":
         """Return these layers with more of them on top."""
@@ -42,16 +42,16 @@ class Composition:
 
     def validated(self) -> RunConfig:
         """Build the settings, or raise a ConfigurationError that names the layer of each problem."""
-        return validate(RunConfig, self.data, self._source)
+        return validate(RunConfig, self.settings, self._source)
 
     def _source(self, path: tuple[str, ...], text: str) -> str:
         for layer in reversed(self.layers):
-            if path and _holds(layer.data, path):
+            if path and _holds(layer.settings, path):
                 return layer.name
         # Values contradict each other: an option that gives one of them is the cause, or else the files.
         options = (layer for layer in self.layers if layer.name.startswith("-"))
         words = set(re.findall(r"\w+", text))
-        causes = [option.name for option in options if words.intersection(_names_in(option.data))]
+        causes = [option.name for option in options if words.intersection(_names_in(option.settings))]
         return " ".join(causes) or ", ".join(self.names)
 
 
@@ -81,12 +81,12 @@ def words_layer(words: Sequence[str], below: Mapping[str, Any]) -> Layer:
         given = megatron_options.parsed(words)
     except ConfigurationError as error:
         raise ConfigurationError(f"{name}: {error}") from None
-    data: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     for key, value in given.items():
         given_in = (section for section in SECTIONS if _holds(below, (section, key)))
         home = HOMES.get(key) or next(given_in, megatron_options.section_of(key))
-        data.setdefault(home, {})[key] = value
-    return Layer(name, data)
+        settings.setdefault(home, {})[key] = value
+    return Layer(name, settings)
 
 
 def lay_over(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _layers(name: str, above: tuple[Path, ...]) -> Iterator[Layer]:
     """Yield the layers of a file, from bottom to top. ``above`` is the chain of files that include it."""
     beside = Path(os.path.normpath(above[-1].parent / name)) if above else Path(name)
     file = beside if beside.exists() else shipped_run(name) or beside
-    if any(os.path.realpath(other) == os.path.realpath(file) for other in above):
+    if any(os.path.realpath(parent) == os.path.realpath(file) for parent in above):
         circle = " → ".join(map(str, (*above, file)))
         raise ConfigurationError(
             f"{above[0]}: files include each other in a circle, {circle}; remove one include"
@@ -111,35 +111,35 @@ def _layers(name: str, above: tuple[Path, ...]) -> Iterator[Layer]:
     try:
         if not (file.suffix or file.exists()):
             known = list(shipped_runs())
-            close = next((one for one in known if one.endswith(f"/{name}")), closest(name, known))
+            close = next((run for run in known if run.endswith(f"/{name}")), closest(name, known))
             hint = f"did you mean '{close}'? " if close else ""
             raise ConfigurationError(
                 f"{file}: no such file, and the package has no config of that name; {hint}"
                 "`megatron-fssdp configs` lists all names"
             )
-        data = load_yaml(file)
+        settings = load_yaml(file)
     except ConfigurationError as error:
         raise ConfigurationError(f"{above[-1]}: include: {error}" if above else str(error)) from None
-    names = data.pop(INCLUDE_KEY, [])
+    names = settings.pop(INCLUDE_KEY, [])
     if not isinstance(names, list) or not all(name and isinstance(name, str) for name in names):
         raise ConfigurationError(
             f"{file}: include: got {describe_value(names)}, wanted a list of YAML files, such as [model.yaml]"
         )
     for name in names:
         yield from _layers(name, (*above, file))
-    yield Layer(str(file), data)
+    yield Layer(str(file), settings)
 
 
-def _names_in(data: Mapping[str, Any]) -> set[str]:
+def _names_in(settings: Mapping[str, Any]) -> set[str]:
     """Return the names by which a message calls what the sections have: the strategy, or keys."""
-    names = {key for keys in data.values() if isinstance(keys, Mapping) for key in keys}
-    return names | {"strategy"} if "strategy" in data else names
+    names = {key for keys in settings.values() if isinstance(keys, Mapping) for key in keys}
+    return names | {"strategy"} if "strategy" in settings else names
 
 
-def _holds(data: Any, path: Sequence[str]) -> bool:
+def _holds(settings: Any, path: Sequence[str]) -> bool:
     """Whether a mapping has the key at a path; a list on the way holds all its items."""
     for part in path:
-        if not isinstance(data, Mapping) or part not in data:
-            return isinstance(data, list)
-        data = data[part]
+        if not isinstance(settings, Mapping) or part not in settings:
+            return isinstance(settings, list)
+        settings = settings[part]
     return True

@@ -76,11 +76,11 @@ class RunConfig(Settings):
     )
 
     @classmethod
-    def key_problems(cls, data: Mapping[str, Any]) -> Problems:
+    def key_problems(cls, settings: Mapping[str, Any]) -> Problems:
         """Return what is wrong with keys that no section declares; Megatron's parser judges their values."""
         homes, problems = dict(HOMES), Problems()
         for section, model in SECTIONS.items():
-            values = data.get(section)
+            values = settings.get(section)
             for key, value in values.items() if isinstance(values, Mapping) else ():
                 if key in model.model_fields:
                     continue
@@ -206,8 +206,8 @@ def _training(run: RunConfig) -> Iterator[str]:
         yield "{profile_step_end} is not between {profile_step_start} and {train_iters}; change one of them"
     if run.model.num_experts is None:
         if cut.expert_model_parallel_size > 1 or name != "none":
-            what = f"{{{_EP}}}" if cut.expert_model_parallel_size > 1 else "{strategy}"
-            yield f"{what} needs an MoE model, but this model is dense; set model.num_experts"
+            cause = f"{{{_EP}}}" if cut.expert_model_parallel_size > 1 else "{strategy}"
+            yield f"{cause} needs an MoE model, but this model is dense; set model.num_experts"
     elif cut.tensor_model_parallel_size > 1 and not cut.sequence_parallel and name == "none":
         yield (
             f"{{{_TP}}} in an MoE model needs parallelism.sequence_parallel: true under {{strategy}}, "

@@ -107,7 +107,7 @@ class StrategyRegistry(Mapping[str, RegisteredStrategy]):
         if self._is_loaded:
             return entries
         self._is_loaded = True  # first, because what is loaded may look here
-        for point in sorted(entry_points(group=self._group), key=lambda one: (one.name, _package(one))):
+        for point in sorted(entry_points(group=self._group), key=lambda point: (point.name, _package(point))):
             self._loading = _package(point)
             try:
                 point.load()()
@@ -185,26 +185,26 @@ def resolve_strategy(
     name: str, config_path: Path | str | None = None, overrides: Sequence[str] = ()
 ) -> StrategySettings:
     """Return a strategy's settings: the keys of a YAML file, then ``key=value`` overrides."""
-    data = {} if config_path is None else load_yaml(config_path)
+    values = {} if config_path is None else load_yaml(config_path)
     sources = [] if config_path is None else [str(config_path)]
     if overrides:
-        data = apply_overrides(data, overrides, "--moe-strategy-set")
+        values = apply_overrides(values, overrides, "--moe-strategy-set")
         sources.append("--moe-strategy-set")
-    return strategy_settings(name, data, " + ".join(sources) or "defaults")
+    return strategy_settings(name, values, " + ".join(sources) or "defaults")
 
 
-def strategy_settings(name: str, data: dict[str, Any], source: str) -> StrategySettings:
+def strategy_settings(name: str, values: dict[str, Any], source: str) -> StrategySettings:
     """Validate a strategy's keys, which ``source`` gives, or raise a ConfigurationError."""
     if name not in STRATEGIES:
         broken = STRATEGIES.broken.get(name)
         raise ConfigurationError(broken or unknown_name("MoE strategy", name, STRATEGIES))
     entry = STRATEGIES[name]
-    for key in data:
-        owners = [other for other, one in STRATEGIES.items() if key in one.settings.model_fields]
+    for key in values:
+        owners = [owner for owner, candidate in STRATEGIES.items() if key in candidate.settings.model_fields]
         if owners and name not in owners:
             reason = "" if entry.strategy else ", which runs Megatron's own dispatcher and plans nothing"
             raise ConfigurationError(
                 f"{source}: key '{key}' has no meaning under strategy '{name}'{reason}; it belongs to "
                 f"{', '.join(owners)}; remove the key, or select another strategy with --moe-strategy"
             )
-    return validate(entry.settings, data, f"{source} (strategy {name})")
+    return validate(entry.settings, values, f"{source} (strategy {name})")

@@ -74,11 +74,11 @@ class StrategySettings(Settings):
         for name, field in type(self).model_fields.items():
             extra: Any = field.json_schema_extra or {}
             value = getattr(self, name)
-            for other, values in extra.get("no_effect_if", {}).items():
-                if value != field.default and (found := getattr(self, other)) in values:
+            for cause, values in extra.get("no_effect_if", {}).items():
+                if value != field.default and (given := getattr(self, cause)) in values:
                     raise ValueError(
-                        f"{name} {_text(value)} has no effect with {other} {_text(found)}; change {other}, "
-                        f"or remove {name}"
+                        f"{name} {_text(value)} has no effect with {cause} {_text(given)}; "
+                        f"change {cause}, or remove {name}"
                     )
         return self
 
