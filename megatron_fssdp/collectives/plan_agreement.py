@@ -6,12 +6,12 @@ from collections import Counter
 import torch.distributed as dist
 
 
-def check_agreement(digest: bytes, group: dist.ProcessGroup, what: str) -> None:
+def check_agreement(digest: bytes, group: dist.ProcessGroup, subject: str) -> None:
     """Compare the digests of all ranks of the group, each of which must call it.
 
     Raises:
-        RuntimeError: The digests differ. The message names ``what`` and the ranks whose digest differs from
-            the most common one.
+        RuntimeError: The digests differ. The message names ``subject`` and the ranks whose digest differs
+            from the most common one.
     """
     world_size = group.size()
     digests = [b""] * world_size
@@ -19,10 +19,10 @@ def check_agreement(digest: bytes, group: dist.ProcessGroup, what: str) -> None:
     # Among equally common digests, Counter returns the one that it saw first: the lowest rank's.
     common, count = Counter(digests).most_common(1)[0]
     if count < world_size:
-        differing = [rank for rank, other in enumerate(digests) if other != common]
-        listing = ", ".join(f"{rank}: {other.hex()[:8]}" for rank, other in enumerate(digests))
+        differing = [rank for rank, hashed in enumerate(digests) if hashed != common]
+        listing = ", ".join(f"{rank}: {hashed.hex()[:8]}" for rank, hashed in enumerate(digests))
         raise RuntimeError(
-            f"[fssdp] {what} is not the same on all {world_size} ranks: ranks {differing} differ from the "
+            f"[fssdp] {subject} is not the same on all {world_size} ranks: ranks {differing} differ from the "
             f"others (this is rank {group.rank()}; hashes by rank: {listing}). A plan must depend "
             "only on data that all ranks share; look for loads, settings or random numbers that differ "
             "between ranks"

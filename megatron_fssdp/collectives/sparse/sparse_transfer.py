@@ -84,7 +84,7 @@ class SparseTransfer:
     If the device runs the kernels of all streams in the order of their issue (``one_queue``, equal on all
     ranks, unused on CPU), a transfer issues at each point of the program (``transfer_lanes.py``) as many
     batches as the plan has hops on its longest path. ``journal`` gets the timer of every started transfer,
-    and ``what`` names the experts in error messages.
+    and ``name`` names the experts in error messages.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class SparseTransfer:
         is_far: bool = False,
         one_queue: bool = False,
         journal: list[TransferTimer] | None = None,
-        what: str = "experts",
+        name: str = "experts",
     ) -> None:
         self.group, self.plan, self.rank = group, plan, group.rank()
         self.sizes, self.elements = sizes, range(sum(sizes)) if elements is None else elements
         self.dtype, self.device = dtype, torch.device(device)
-        self._messages, self._is_far, self._journal, self._what = messages, is_far, journal, what
+        self._messages, self._is_far, self._journal, self._name = messages, is_far, journal, name
         received, forwarded = ({edge.expert for edge in edges} for edges in plan.edges_of(self.rank))
         self.received_experts = tuple(sorted(received))  # that have a replica on this device
         self.shared_experts = tuple(sorted(forwarded - received))  # sent, but not received; usually owned
@@ -176,7 +176,7 @@ class SparseTransfer:
         operation, tag = ("SparseAllGather", 0) if cargo.is_gather else ("SparseReduceScatter", 1)
         # Experts whose messages a device has to receive before it sends its own.
         passed_on = self._passed_on if cargo.is_gather else set(self.received_experts)
-        with naming_failures(f"{operation} of {self._what}"):
+        with naming_failures(f"{operation} of {self._name}"):
             steps = steps_of(self.plan, self.rank, num_chunks, is_gather=cargo.is_gather)
             ended = dict[int, None]()
             incoming, leaving = self.plan.edges_of(self.rank)

@@ -142,13 +142,13 @@ class ReductionCargo(GatherCargo):
         arrived.buffers.clear()
         pairs: list[tuple[Tensor, Tensor]] = []
         for (expert, chunk), place in arrived.rows.items():
-            one = total[place]
+            chunk_sum = total[place]
             if expert in self._totals:
                 into = self.cut(self._totals[expert], chunk)
-                pieces = one.split([piece.numel() for piece in into])
+                pieces = chunk_sum.split([piece.numel() for piece in into])
                 pairs += [pair for pair in zip(into, pieces, strict=True) if not pair[0].is_meta]
             else:
-                sums = self._sums[expert, chunk] = self._split(one, chunk)
+                sums = self._sums[expert, chunk] = self._split(chunk_sum, chunk)
                 pairs += zip(sums, self._pieces(expert, chunk), strict=True)
         if pairs:
             torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
@@ -157,7 +157,8 @@ class ReductionCargo(GatherCargo):
         """Sums of chunks over this device and all devices whose parts arrive through it."""
         own = super().outgoing(messages)
         sums = [
-            self._sums.pop((one.expert, one.chunk), pieces) for one, pieces in zip(messages, own, strict=True)
+            self._sums.pop((message.expert, message.chunk), pieces)
+            for message, pieces in zip(messages, own, strict=True)
         ]
         wide = [piece for pieces in sums for piece in pieces]
         if all(piece.dtype is self._dtype for piece in wide):

@@ -67,7 +67,7 @@ class LocalExperts:
     must be told the layout and the device.
     """
 
-    what: str  # name of the layer in error messages
+    name: str  # name of the layer in error messages
     parameters: ParametersByExpert  # of the experts that this rank owns, ascending
     residents: ParametersByExpert = field(default_factory=dict)  # of this rank's resident replicas
     told_layout: ExpertLayout | None = None
@@ -91,7 +91,7 @@ class LocalExperts:
             layouts.add(self.told_layout)
         if len(layouts) != 1:
             raise ValueError(
-                f"{self.what}: got {len(layouts)} expert layouts {sorted(map(str, layouts))}, wanted one for "
+                f"{self.name}: got {len(layouts)} expert layouts {sorted(map(str, layouts))}, wanted one for "
                 "all experts; on a rank that owns no expert, pass the layout argument"
             )
         return layouts.pop()

@@ -89,7 +89,7 @@ class HomeGradients:
             # Of each step, DDP is told that gradients are complete.
             more = ", and the model once in a micro-batch under smart_schedule with overlap_grad_reduce"
             raise RuntimeError(
-                f"{self._local.experts.what}: got a backward pass after the loop had {when}, wanted it "
+                f"{self._local.experts.name}: got a backward pass after the loop had {when}, wanted it "
                 "before; run all backward passes between zero_grad_buffer() and finalize_model_grads()"
                 f"{more if self._is_reduced and slot_pass.plan.in_steps else ''}"
             )

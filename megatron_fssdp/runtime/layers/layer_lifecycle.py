@@ -43,7 +43,7 @@ class LayerLifecycle:
         """
         if not self.gradients.is_home:
             raise RuntimeError(
-                f"{self.local.experts.what}: the iteration ended before all replicas' gradients reached "
+                f"{self.local.experts.name}: the iteration ended before all replicas' gradients reached "
                 "their owners; call MoERuntime.finish_gradients() before reading gradients"
             )
         load, context = self._take_load(), self.local.context

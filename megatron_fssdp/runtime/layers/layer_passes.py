@@ -90,7 +90,7 @@ class LayerPasses:
             self._warm.add(is_counted)
         elif is_counted not in self._warm:
             raise RuntimeError(
-                f"{self.local.experts.what}: got the capture of a CUDA graph without a pass before it, in "
+                f"{self.local.experts.name}: got the capture of a CUDA graph without a pass before it, in "
                 "which kernels are loaded; give make_graphed_callables() at least one warm-up iteration"
             )
 
@@ -157,7 +157,7 @@ class LayerPasses:
     def _outside_pass(self, routing_map: torch.Tensor | None) -> SlotPass:
         if routing_map is None:
             raise RuntimeError(
-                f"{self.local.experts.what}: got a pass outside of iterations, or an evaluation in one, "
+                f"{self.local.experts.name}: got a pass outside of iterations, or an evaluation in one, "
                 "whose routing a CUDA graph made, wanted one by Megatron's schedule between two iterations; "
                 "run it by get_forward_backward_func()"
             )
@@ -175,8 +175,8 @@ class LayerPasses:
         counts_DE = self._host_counts(routing_map)
         # Without reentrance, a recomputed pass fills the graph of the first one, so it must have its slots:
         # those of the first pass with these counts that is not recomputed yet.
-        left = [one for one in self.own if in_backward() and not (one.is_over or one.is_recomputed)]
-        own = next((one for one in left if np.all(one.counts_DE == counts_DE)), None)
+        left = [first for first in self.own if in_backward() and not (first.is_over or first.is_recomputed)]
+        own = next((first for first in left if np.all(first.counts_DE == counts_DE)), None)
         if own is None:
             plan = self._planner.plan_after_gate(self.local, counts_DE, shared.plan, 1)
             own = self._binder.for_micro_batch(plan, counts_DE)

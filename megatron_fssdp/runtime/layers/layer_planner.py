@@ -79,12 +79,12 @@ class LayerPlanner:
     def _compare(self, layer: LocalLayer, plan: LayerPlan) -> None:
         if not self._checks_plans:
             return
-        what, iteration = f"the plan of layer {layer.context.layer}", layer.clock.iteration
+        subject, iteration = f"the plan of layer {layer.context.layer}", layer.clock.iteration
         if iteration is not None:
-            what += f" in iteration {iteration}"
+            subject += f" in iteration {iteration}"
         for group in (layer.groups.expert_parallel, layer.groups.expert_tensor_parallel):
             if group is not None:
-                check_agreement(plan.digest(), group, what)
+                check_agreement(plan.digest(), group, subject)
 
     def _plan_together(self, device: torch.device) -> None:
         """Plan all layers of the running iteration that have loads and no plan.

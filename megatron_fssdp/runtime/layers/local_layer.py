@@ -82,5 +82,5 @@ class LocalLayer:
             is_far=plan.crosses_nodes(self.context.topology),
             one_queue=self.groups.one_queue,
             journal=self.journal,
-            what=self.experts.what,
+            name=self.experts.name,
         )

@@ -77,9 +77,9 @@ class MoERuntime:
         :class:`HomeGradients` and :class:`PassBinder`. A layer that ``measures`` does so on this rank in any
         case.
         """
-        what, device = f"layer {context.layer}", next((ps[0].device for ps in parameters.values()), None)
+        name, device = f"layer {context.layer}", next((ps[0].device for ps in parameters.values()), None)
         experts = LocalExperts(
-            what,
+            name,
             parameters,
             await_parameters=await_parameters,
             await_gradients=await_gradients,
@@ -229,12 +229,12 @@ class _SharedCounts:
     def take(self) -> None:
         """Give every layer the numbers of all ranks, which must have made the same plans and passes."""
         numbers_SN = self._gathered.wait()[0].numpy()
-        for at, (what, advice) in enumerate(_DISAGREEMENTS.items()):
+        for at, (kind, advice) in enumerate(_DISAGREEMENTS.items()):
             digest_SN = numbers_SN[:, 2 * at : 2 * at + 2]
             differing = np.flatnonzero((digest_SN != digest_SN[0]).any(axis=1)).tolist()
             if differing:
                 raise RuntimeError(
-                    f"[fssdp] {what} of iteration {self._layers[0].clock.iteration}: got other {what} on "
+                    f"[fssdp] {kind} of iteration {self._layers[0].clock.iteration}: got other {kind} on "
                     f"ranks {differing} of {len(digest_SN)} than on rank 0 (this is rank "
                     f"{self._group.rank()}), wanted the same on all; {advice}"
                 )

@@ -23,9 +23,9 @@ class SlotRoom:
     def __init__(self, node: "NodeSlots", layout: ExpertLayout, num_slots: int, device: torch.device) -> None:
         self.num_slots, self._node, self._device = num_slots, node, device
         step = ALIGNMENT_BYTES // layout.dtype.itemsize
-        what = node.group, (num_slots, -(-layout.numel // step) * step), node.timeout
+        arguments = node.group, (num_slots, -(-layout.numel // step) * step), node.timeout
         kind = SymmetricMemory if device.type == "cuda" else SharedMemory
-        self._memory = kind(*what, dtype=layout.dtype, device=device)
+        self._memory = kind(*arguments, dtype=layout.dtype, device=device)
         self._memory.of_rank = [slots[:, : layout.numel] for slots in self._memory.of_rank]
         self.slots = self._memory.of_rank[node.group.rank()]
         self._give_way: Callable[[], None] | None = None

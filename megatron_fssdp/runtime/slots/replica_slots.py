@@ -132,7 +132,7 @@ class ReplicaSlots:
         wide = accumulation_dtype(layout.dtype)
         total = torch.empty(layout.numel, dtype=wide, device=self.device)
         flats = {dtype: total.view(dtype)[: layout.numel] for dtype in (layout.dtype, wide)}
-        self._gradients.append({dtype: (one, layout.unpack(one)) for dtype, one in flats.items()})
+        self._gradients.append({dtype: (sums, layout.unpack(sums)) for dtype, sums in flats.items()})
         made = []
         for weight in layout.unpack(flat):
             parameter: Any = torch.nn.Parameter(weight)

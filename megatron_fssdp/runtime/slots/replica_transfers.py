@@ -126,7 +126,7 @@ class ReplicaTransfers:
         """
         if self._num_users > sum(self._prefetched.values()):
             raise RuntimeError(
-                f"{self._experts.what}: got passes of two layers at the same time, wanted one after the "
+                f"{self._experts.name}: got passes of two layers at the same time, wanted one after the "
                 "other for slots that layers share; unset FSSDP_PEER_PUTS"
             )
         self.release()
@@ -188,7 +188,7 @@ class ReplicaTransfers:
         """
         if self._reducing is not None:
             raise RuntimeError(
-                f"{self._experts.what}: got gradients of replicas while their sums are on their way, wanted "
+                f"{self._experts.name}: got gradients of replicas while their sums are on their way, wanted "
                 "them before: passes came out of turn; please report their schedule"
             )
         self._experts.await_gradients()

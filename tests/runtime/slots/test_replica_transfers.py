@@ -20,7 +20,7 @@ def test_gradients_of_a_pass_whose_sums_are_on_their_way_are_refused():
     nothing = dict.fromkeys(("open_sums", "close_sums", "add_gradients"), lambda: None)
     layout = SimpleNamespace(numel=2, dtype=torch.float32)
     slots = SimpleNamespace(room=None, layout=layout, sums=dict, **nothing)
-    experts = SimpleNamespace(what="layer 3", await_gradients=lambda: None, parameters={})
+    experts = SimpleNamespace(name="layer 3", await_gradients=lambda: None, parameters={})
     transfers = ReplicaTransfers(plan, slots, experts, lambda *_: started)
     for _ in range(2):
         transfers.open_sums()

@@ -102,9 +102,9 @@ def _route(
     is_used = expert >= 0
     before = tl.zeros([_WIDTH], tl.int64)
     for first in range(0, tile, _TILE):
-        other = first + tl.arange(0, _TILE)
-        is_before = (other < tile)[:, None] & is_used[None, :]
-        before += tl.sum(tl.load(counts_NE + other[:, None] * num_experts + expert[None, :], is_before, 0), 0)
+        prior = first + tl.arange(0, _TILE)
+        is_before = (prior < tile)[:, None] & is_used[None, :]
+        before += tl.sum(tl.load(counts_NE + prior[:, None] * num_experts + expert[None, :], is_before, 0), 0)
     is_one = (token < num_tokens)[:, None] & is_used[None, :]
     entry = token[:, None].to(tl.int64) * num_experts + expert[None, :]
     held = tl.load(map_TE + entry, is_one, 0)
