@@ -99,14 +99,14 @@ def build_data(
         raise ConfigurationError(f"--out {out_dir}: lies in the text's folder {folder}; choose another one")
     wanted = _fingerprint(corpus, tokenizer, vocab_size)
     if (out_dir / MANIFEST_FILE).exists():
-        found = read_manifest(out_dir, complete=not rebuild)
-        if not rebuild and found.fingerprint != wanted:
+        manifest = read_manifest(out_dir, complete=not rebuild)
+        if not rebuild and manifest.fingerprint != wanted:
             raise ConfigurationError(
                 f"{out_dir}: holds data that was built from other text or with another tokenizer; choose "
                 "another --out, or replace the data with --rebuild"
             )
         if not rebuild:
-            return found, False
+            return manifest, False
     elif foreign := [name for name in _OUTPUTS if (out_dir / name).exists()]:
         raise ConfigurationError(
             f"--out {out_dir}: has a {foreign[0]} that `data build` did not write; choose another folder"
@@ -164,13 +164,13 @@ def _encoded(documents: Iterable[list[str]], tokenizer: TextTokenizer) -> Iterat
     for batch in batched(documents, _BATCH):
         encoded = iter(tokenizer.encode(chain.from_iterable(batch)))
         for texts in batch:
-            found = [ids for ids in islice(encoded, len(texts)) if len(ids)]
+            sequences = [ids for ids in islice(encoded, len(texts)) if len(ids)]
             if is_bert:
-                found = [ids[at : at + cut] for ids in found for at in range(0, len(ids), cut)]
+                sequences = [ids[at : at + cut] for ids in sequences for at in range(0, len(ids), cut)]
             else:
-                found = [np.append(ids, tokenizer.eod_id) for ids in found]
-            if len(found) > is_bert:
-                yield found
+                sequences = [np.append(ids, tokenizer.eod_id) for ids in sequences]
+            if len(sequences) > is_bert:
+                yield sequences
 
 
 def _documents(

@@ -90,15 +90,15 @@ def corpus_from_paths(paths: Iterable[Path], json_key: str = TEXT_KEY) -> Corpus
 
     A path that does not exist, or files without text, are a ConfigurationError.
     """
-    paths, found = list(paths), dict[Path, Path]()
+    paths, distinct = list(paths), dict[Path, Path]()
     for path in paths:
         if not path.exists():
             raise ConfigurationError(f"{path}: no such file or folder; give text to build data from")
         files = _files_below(path, TEXT_SUFFIXES, _NOT_STANDARD_LIBRARY) if path.is_dir() else [path]
         for file in files:
-            found.setdefault(file.resolve(), file)
+            distinct.setdefault(file.resolve(), file)
     folders, name = tuple(filter(Path.is_dir, paths)), ", ".join(map(str, paths[:3]))
-    return Corpus(name, tuple(found.values()), folders, json_key)
+    return Corpus(name, tuple(distinct.values()), folders, json_key)
 
 
 def default_corpus() -> Corpus:

@@ -55,7 +55,7 @@ class TextTokenizer:
         pieces = [_pieces_of(text) for text in texts]
         every = [piece for of_text in pieces for piece in of_text]
         encoded = iter(self._library.encode_batch_fast(every, add_special_tokens=False))
-        return [np.concatenate([np.array(next(encoded).ids, np.int64) for _ in each]) for each in pieces]
+        return [np.concatenate([np.array(next(encoded).ids, np.int64) for _ in parts]) for parts in pieces]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:

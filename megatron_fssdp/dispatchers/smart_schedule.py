@@ -122,7 +122,7 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
             in_transfer: Slots of these replicas, counted from 0. ``experts`` must not use the weights of
                 slots without rows; a forward pass that quantizes all weights (fp8) does.
         """
-        one_pass = _Pass(
+        layer_pass = _Pass(
             replace(self.ring, own_last=await_weights is not None),
             self._counts_DU,
             [int(number) for number in (self.input_splits if self.ep_size > 1 else [len(rows)])],
@@ -135,7 +135,7 @@ class SmartScheduleTokenDispatcher(MoEAlltoAllTokenDispatcher):
         )
         # The graph needs this node also if only the experts' Parameters require a gradient.
         anchor = torch.empty(0, device=rows.device, requires_grad=torch.is_grad_enabled())
-        results: Tensor = _StepwiseExperts.apply(one_pass, anchor, rows, probs)
+        results: Tensor = _StepwiseExperts.apply(layer_pass, anchor, rows, probs)
         return results
 
     def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -229,26 +229,26 @@ class _Pass:
 
 class _StepwiseExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, one_pass: _Pass, anchor: Tensor, rows: Tensor, probs: Tensor) -> Tensor:
+    def forward(ctx: Any, layer_pass: _Pass, anchor: Tensor, rows: Tensor, probs: Tensor) -> Tensor:
         needs, builds = ctx.needs_input_grad[2:], anchor.requires_grad
         kept: list[Any] = []
 
         def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
-            is_last = step == one_pass.ring.num_steps - 1  # After it, all weights have arrived.
-            if is_last or one_pass.counts_of(step)[:, list(one_pass.in_transfer)].any():
-                one_pass.await_weights()
+            is_last = step == layer_pass.ring.num_steps - 1  # After it, all weights have arrived.
+            if is_last or layer_pass.counts_of(step)[:, list(layer_pass.in_transfer)].any():
+                layer_pass.await_weights()
             inputs = [
                 x.detach().requires_grad_(builds and need) for x, need in zip(received, needs, strict=True)
             ]
             with torch.set_grad_enabled(builds), saved_tensors_hooks(lambda x: x, lambda x: x):
-                output = one_pass.of_step(step, *inputs)
+                output = layer_pass.of_step(step, *inputs)
             if builds:
                 kept.append((*inputs, output))
             return [output.detach().contiguous()]
 
         results = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        one_pass.exchange([rows, probs], [results], compute)
-        ctx.one_pass, ctx.kept = one_pass, kept
+        layer_pass.exchange([rows, probs], [results], compute)
+        ctx.layer_pass, ctx.kept = layer_pass, kept
         # New tensors, because Megatron's combined schedule frees the memory of the rows.
         ctx.like = rows.new_empty(0), probs.new_empty(0)
         return results
@@ -262,13 +262,13 @@ class _StepwiseExperts(torch.autograd.Function):
                 "smart_schedule: got torch.autograd.grad() or backward(inputs=...), wanted backward() alone, "
                 "because each step computes all gradients of its experts; unset smart_schedule"
             )
-        one_pass, kept, needs = ctx.one_pass, ctx.kept, ctx.needs_input_grad[2:]
+        layer_pass, kept, needs = ctx.layer_pass, ctx.kept, ctx.needs_input_grad[2:]
         # The caller may keep the graph for longer than the weights may live, so it must not hold them.
-        ctx.one_pass = ctx.kept = None
+        ctx.layer_pass = ctx.kept = None
 
         def compute(step: int, received: Sequence[Tensor]) -> list[Tensor]:
             if not step:
-                one_pass.await_weights()
+                layer_pass.await_weights()
             *inputs, output = kept[step]
             kept[step] = None  # This frees the activations of the step after its backward pass.
             if output.requires_grad:
@@ -285,5 +285,5 @@ class _StepwiseExperts(torch.autograd.Function):
             like.new_empty(shape) if need else None
             for like, shape, need in zip(ctx.like, shapes, needs, strict=True)
         ]
-        one_pass.exchange([gradient], [x for x in back if x is not None], compute)
+        layer_pass.exchange([gradient], [x for x in back if x is not None], compute)
         return None, None, *back

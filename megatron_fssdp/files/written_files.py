@@ -62,8 +62,8 @@ def refuse_foreign(path: Path | str, asked_by: str, beginning: bytes) -> None:
     if not os.path.exists(path):
         return
     with open(path, "rb") as file:
-        found = file.read(_BEGINNING_BYTES)
-    if found and _mark(found) != _mark(beginning):
+        existing = file.read(_BEGINNING_BYTES)
+    if existing and _mark(existing) != _mark(beginning):
         raise ConfigurationError(
             f"{asked_by} {path}: exists, and this command did not write it; give another path or remove it"
         )

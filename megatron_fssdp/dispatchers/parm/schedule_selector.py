@@ -80,7 +80,7 @@ class ScheduleSelector:
             return known
         # Where sequence lengths differ between ranks, ranks could decide differently. All of them keep the
         # first decision there.
-        alike = [one for (_, only), one in self._decisions.items() if only == owners_only]
+        alike = [decision for (_, only), decision in self._decisions.items() if only == owners_only]
         decision = (
             alike[0] if alike and self.config.variable_seq_lengths else self._decide(hidden, owners_only)
         )
@@ -156,7 +156,7 @@ def measured_costs(layer: ScheduledLayer, like: Tensor, pg: Any, simultaneous: b
     calls = [_calls(size, like, pg, not layer.is_split, simultaneous=simultaneous) for size in sizes]
     times = {}
     for name in calls[0]:
-        of_sizes = [found[name][1] for found in calls]
+        of_sizes = [size_calls[name][1] for size_calls in calls]
         times[name] = slowest_medians_s(of_sizes, pg.tp_dp_cp, like.device, _NUM_REPETITIONS)
     costs: dict[tuple[Kind, Group], LinkCost] = {}
     for name, taken in times.items():
@@ -164,7 +164,7 @@ def measured_costs(layer: ScheduledLayer, like: Tensor, pg: Any, simultaneous: b
             # Eq. 14 counts the gather separately, so this is only the time that the exchange adds to it.
             gather = times["all_gather", "mp"]
             taken = [max(_LEAST_S, both - alone) for both, alone in zip(taken, gather, strict=True)]
-        costs[name] = fit_link_cost([found[name][0] for found in calls], taken)
+        costs[name] = fit_link_cost([size_calls[name][0] for size_calls in calls], taken)
     return costs
 
 
@@ -175,25 +175,25 @@ def _calls(per_device: int, like: Tensor, pg: Any, are_equal: bool, *, simultane
     if are_equal:
         groups["mp"] = pg.tp
     own = like.new_zeros(per_device * num_devices, like.shape[-1])
-    found: _Calls = {}
+    calls: _Calls = {}
     for name, group in groups.items():
         if (size := group.size()) == 1:
             continue
         if name in ("ep", "ep_esp"):
             sent = like.new_zeros(per_device * size, like.shape[-1])
             exchange = partial(dist.all_to_all_single, torch.empty_like(sent), sent, group=group)
-            found["all_to_all", name] = sent.nbytes, exchange
+            calls["all_to_all", name] = sent.nbytes, exchange
         else:
-            found["all_gather", name] = own.nbytes * size, partial(gather_rows, own, [len(own)] * size, group)
+            calls["all_gather", name] = own.nbytes * size, partial(gather_rows, own, [len(own)] * size, group)
         if name == "esp":
             # Megatron sums in the data type of the probabilities.
             wide = own.float()
             scatter = partial(dist.reduce_scatter, torch.empty_like(wide), [wide] * size, group=group)
-            found["reduce_scatter", name] = own.nbytes * size, scatter
+            calls["reduce_scatter", name] = own.nbytes * size, scatter
         if name == "mp":
             device_Y, send_YD = devices_of_peers(pg), [[per_device] * num_devices] * size
             route = SharedRoute(pg, device_Y, send_YD, [per_device] * num_ranks)
             results = like.new_zeros(per_device * num_ranks, like.shape[-1])
             collect = partial(route.collect, (results,), simultaneous=simultaneous)
-            found["overlapped_all_to_all", "ep_esp"] = results.nbytes, collect
-    return found
+            calls["overlapped_all_to_all", "ep_esp"] = results.nbytes, collect
+    return calls
