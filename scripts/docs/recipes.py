@@ -116,7 +116,7 @@ def refusal(recipe: Recipe) -> str | None:
     try:
         check_limits(STRATEGY, strategy, asked)
     except ConfigurationError as error:  # The first refusal would hide the others.
-        reasons = [limit.what for limit in EVERY if limit.is_met(asked, strategy)]
+        reasons = [limit.feature for limit in EVERY if limit.is_met(asked, strategy)]
         return "; ".join(reasons) or str(error)
     return None
 

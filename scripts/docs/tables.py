@@ -149,12 +149,12 @@ def versions(_: str) -> str:
 
 def refused(_: str) -> str:
     """Features that every strategy refuses."""
-    return table(("refused", "what to do"), ((limit.what, limit.advice) for limit in limits.EVERY))
+    return table(("refused", "what to do"), ((limit.feature, limit.advice) for limit in limits.EVERY))
 
 
 def combinations(_: str) -> str:
     """Features that some strategies and settings refuse. The line that refuses them has the advice."""
-    return "\n".join(f"- {limit.what}" for limit in limits.SOME)
+    return "\n".join(f"- {limit.feature}" for limit in limits.SOME)
 
 
 def papers(which: str) -> str:

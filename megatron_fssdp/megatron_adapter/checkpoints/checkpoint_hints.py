@@ -102,7 +102,8 @@ class LoadHint:
         """Return what every expert-parallel group knows, with its global ranks. Collective."""
         own, known = self._ranks(), None
         if own[:1] == [dist.get_rank()]:  # All ranks of the group know the same.
-            known = {"ranks": own, "layers": {str(n): _plain(one.state()) for n, one in self._histories()}}
+            layers = {str(n): _plain(history.state()) for n, history in self._histories()}
+            known = {"ranks": own, "layers": layers}
         return [known for known in of_all_ranks(known) if known is not None]
 
     def take(self, hint: Any) -> None:

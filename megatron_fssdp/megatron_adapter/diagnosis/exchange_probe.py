@@ -79,6 +79,6 @@ def prepare_exchange(
         rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
         results = dispatcher.combine_postprocess(rows)
         outputs = (results, row_probs)
-        torch.autograd.grad(outputs, (hidden, probs), [torch.ones_like(one) for one in outputs])
+        torch.autograd.grad(outputs, (hidden, probs), [torch.ones_like(output) for output in outputs])
 
     return both_passes, NUM_ALL_TO_ALLS * sent_bytes_per_turn * (num_tokens // size)

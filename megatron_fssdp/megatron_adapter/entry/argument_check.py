@@ -76,10 +76,10 @@ def check_arguments(
 
 def check_devices(num_ranks: int) -> None:
     """Raise a ConfigurationError unless torch finds a CUDA device for each of this machine's ranks."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found < num_ranks:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus < num_ranks:
         raise ConfigurationError(
-            f"devices: got {num_ranks} ranks on GPUs, but torch finds {found} on this machine, wanted one "
+            f"devices: got {num_ranks} ranks on GPUs, but torch finds {num_gpus} on this machine, wanted one "
             "for each; start fewer ranks, or run on the CPU (training.device=cpu, "
             f"{cpu_runtime.DEVICE_VARIABLE}=cpu)"
         )

@@ -37,11 +37,11 @@ def attach(strategy: str, settings: Mapping[str, Any] | None = None, *, host: An
     Raises:
         ConfigurationError: A name or value is invalid, or the installed megatron-core lacks a seam.
     """
-    found = strategy_settings(strategy, dict(settings or {}), "settings")
+    validated = strategy_settings(strategy, dict(settings or {}), "settings")
     told = HostSettings.of(host)
-    if host is not None and isinstance(found, PlacementSettings):
-        StrategySession(strategy, found).check_model(*told.sources)
-    return use(Attachment(strategy, found, told))
+    if host is not None and isinstance(validated, PlacementSettings):
+        StrategySession(strategy, validated).check_model(*told.sources)
+    return use(Attachment(strategy, validated, told))
 
 
 def attach_from_environment(*_: Any, **__: Any) -> Attachment | None:
@@ -73,7 +73,7 @@ def asked_by_environment() -> tuple[str | None, list[str]]:
 def add_strategy_options(to: Any) -> None:
     """Add ``--moe-strategy`` and its settings to a parser or a group; the environment has their defaults."""
     name, settings = asked_by_environment()
-    strategies = "; ".join(f"{one} ({entry.summary})" for one, entry in STRATEGIES.items())
+    strategies = "; ".join(f"{strategy} ({entry.summary})" for strategy, entry in STRATEGIES.items())
     to.add_argument(
         "--moe-strategy",
         default=name or "none",

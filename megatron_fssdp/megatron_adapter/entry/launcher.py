@@ -48,9 +48,10 @@ def _turn_on(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_strategy_options(parser)
     asked, _ = parser.parse_known_args(list(arguments))
-    found = resolve_strategy(asked.moe_strategy, asked.moe_strategy_config, asked.moe_strategy_set)
-    if asked.moe_strategy != "none" or found.record_dir is not None:  # Without records, none needs nothing.
-        use(Attachment(asked.moe_strategy, found))
+    settings = resolve_strategy(asked.moe_strategy, asked.moe_strategy_config, asked.moe_strategy_set)
+    # Without records, none needs nothing.
+    if asked.moe_strategy != "none" or settings.record_dir is not None:
+        use(Attachment(asked.moe_strategy, settings))
 
 
 def _program(arguments: list[str]) -> Callable[[], object]:

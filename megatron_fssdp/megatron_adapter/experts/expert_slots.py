@@ -68,26 +68,26 @@ class ExpertResharding:
         return slot_quantities(self.slots, self.optimizer, *groups)
 
     @torch.no_grad()
-    def move(self, moves: Sequence[SlotMove], what: str, *, are_copies: bool = False) -> ReshardReport:
+    def move(self, moves: Sequence[SlotMove], operation: str, *, are_copies: bool = False) -> ReshardReport:
         """Permute contents of slots, equally on all ranks; source slots keep contents that ``are_copies``.
 
-        ``what`` names the operation at errors.
+        ``operation`` names it at errors.
         """
         started_s = synchronized_s()
         quantities = self.quantities()
         _finish_parameter_gathers(self.model_chunks)
-        with naming_failures(what):
+        with naming_failures(operation):
             slot_exchange.exchange_slots(self.expert_parallel, moves, quantities, are_copies=are_copies)
         slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
         leaving = sum(move.source_device != move.device for move in moves)
         return ReshardReport(len(moves), leaving * slot_bytes, synchronized_s() - started_s)
 
-    def agree_on(self, digest: bytes, what: str) -> None:
-        """Raise a RuntimeError on all ranks of both groups unless they have the same digest of ``what``."""
+    def agree_on(self, digest: bytes, subject: str) -> None:
+        """Raise a RuntimeError on all ranks of both groups unless their digests of ``subject`` are equal."""
         of_devices = of_all_ranks(digest, self.expert_parallel)
         if len(set(chain(*of_all_ranks(of_devices, self.expert_data_parallel)))) > 1:
             raise RuntimeError(
-                f"[fssdp] {what} is not the same on all ranks with experts of a pipeline stage, each of "
+                f"[fssdp] {subject} is not the same on all ranks with experts of a pipeline stage, each of "
                 "which plans it alone; look for loads, settings or random numbers that differ between ranks"
             )
 

@@ -67,8 +67,8 @@ def take_over(
                     "experts: got a Parameter that two of them share (tied weights), wanted one for each, "
                     "because experts move and get replicas one by one; untie them, or use --moe-strategy none"
                 )
-            found = weakref.ref(layer)
-            setattr(parameter, _SLOT, _Slot(found, found, weakref.WeakMethod(finish_gradients)))
+            reference = weakref.ref(layer)
+            setattr(parameter, _SLOT, _Slot(reference, reference, weakref.WeakMethod(finish_gradients)))
             _install()
 
 

@@ -108,18 +108,18 @@ def slots_in(sharded_state_dict: Any) -> list[ExpertSlots]:
     Raises:
         ConfigurationError: Experts have moved since it was made.
     """
-    found = (getattr(entry, _SLOTS, None) for entry in nested_values(sharded_state_dict))
-    slots_of = list({id(slots): slots for slots in found if slots is not None}.values())
+    marks = (getattr(entry, _SLOTS, None) for entry in nested_values(sharded_state_dict))
+    slots_of = list({id(slots): slots for slots in marks if slots is not None}.values())
     for slots in slots_of:
         refuse_moved(slots, "checkpoint of a sharded state dict that was made before an iteration")
     return slots_of
 
 
-def refuse_moved(slots: ExpertSlots, what: str) -> None:
+def refuse_moved(slots: ExpertSlots, subject: str) -> None:
     """Raise a ConfigurationError if experts are not where Megatron's names and positions mean them."""
     if slots.layers and not slots.owners.is_even:
         raise ConfigurationError(
-            f"{what}: got experts that a re-shard has moved, so that their names "
+            f"{subject}: got experts that a re-shard has moved, so that their names "
             f"mean other experts; wanted experts in Megatron's order; {_RESTORE}, save in a "
             f"torch_dist checkpoint, or {KEEP_OWNERS}"
         )
@@ -134,6 +134,6 @@ def restore_owners(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
     members = (getattr(module, "slots", None) for chunk in chunks for module in chunk.modules())
-    found = {id(slots): slots for slots in members if isinstance(slots, ExpertSlots)}
-    moved = [slots.go_home() for slots in found.values()]
+    by_id = {id(slots): slots for slots in members if isinstance(slots, ExpertSlots)}
+    moved = [slots.go_home() for slots in by_id.values()]
     return any(moved)

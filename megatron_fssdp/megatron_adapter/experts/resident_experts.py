@@ -92,7 +92,7 @@ class ResidentExperts:
             [self._ddp],
             use_gloo_process_groups=False,  # A host may have none, and checkpoints do not contain replicas.
         )
-        kinds, own = ({type(one) for one, _ in _groups(of)} for of in (optimizer, self._resident_optimizer))
+        kinds, own = ({type(base) for base, _ in _groups(of)} for of in (optimizer, self._resident_optimizer))
         if not own <= kinds:
             raise ConfigurationError(
                 f"resident replicas: got the optimizer {', '.join(sorted(kind.__name__ for kind in kinds))}, "

@@ -59,7 +59,7 @@ class SlotExperts:
         self.module = module  # It stays as it is.
         self.parameters = expert_parameters(module, num_experts)  # as Megatron registered them
         known = {id(tensor) for tensors in self.parameters for tensor in tensors}
-        others = [name for name, one in module.named_parameters() if id(one) not in known and one.numel()]
+        others = [name for name, p in module.named_parameters() if id(p) not in known and p.numel()]
         if others:
             raise ConfigurationError(
                 f"experts: got {others[0]} beside the weights and biases of linear_fc1 and linear_fc2 (LoRA "
@@ -72,7 +72,7 @@ class SlotExperts:
         self._mlps: dict[int, Any] = {}  # Modules of sequential experts by their first Parameter.
         if hasattr(module, "local_experts"):
             pairs = zip(self.parameters, module.local_experts, strict=True)
-            self._mlps = {id(one[0]): mlp for one, mlp in pairs}
+            self._mlps = {id(parameters[0]): mlp for parameters, mlp in pairs}
         self._body: Any = None
         self._used: torch.Tensor | None = None
 
@@ -92,7 +92,7 @@ class SlotExperts:
             self._bind_grouped(parameters_U, for_iteration)
 
     def _bind_sequential(self, parameters_U: Sequence[ExpertParameters | None]) -> None:
-        used = [slot for slot, one in enumerate(parameters_U) if one is not None]
+        used = [slot for slot, parameters in enumerate(parameters_U) if parameters is not None]
         self._used = None if len(used) == len(parameters_U) else torch.tensor(used, dtype=torch.long)
         mlps = _like(self.module.local_experts)
         mlps._modules = {str(place): self._mlp(parameters_U[slot]) for place, slot in enumerate(used)}
@@ -112,8 +112,8 @@ class SlotExperts:
         blanks = _blanks_like(
             next((parameters for parameters in parameters_U if parameters is not None), self.parameters[0])
         )
-        for index, one in enumerate(parameters_U):
-            _bind(_linears(self._body), one or next(blanks), str(index))
+        for index, parameters in enumerate(parameters_U):
+            _bind(_linears(self._body), parameters or next(blanks), str(index))
         for linear, stock in zip(_linears(self._body), _linears(self.module), strict=True):
             # In its first pass of an iteration, a layer quantizes its weights and keeps the result. It then
             # also replaces gradients instead of adding to them, so Megatron says so under these recipes only.
@@ -126,24 +126,24 @@ class SlotExperts:
 
     def check_unchanged(self, module: Any) -> None:
         """Refuse, by a ConfigurationError, a layer's module that was changed or replaced since then."""
-        found = None
+        change = None
         if module is not self.module:
-            found = f"a {type(module).__name__} in the place of the expert module"
+            change = f"a {type(module).__name__} in the place of the expert module"
         elif hasattr(self.parameters[0][0], "__fsdp_param__"):
-            found = "Megatron-FSDP in the place of Megatron's DDP"
+            change = "Megatron-FSDP in the place of Megatron's DDP"
         elif _structure_of(self.module) != self._structure:
-            found = "linear layers that were wrapped or replaced (LoRA adapters, quantizers)"
+            change = "linear layers that were wrapped or replaced (LoRA adapters, quantizers)"
         elif [[*map(id, tensors)] for tensors in expert_parameters(self.module, len(self.parameters))] != [
             [*map(id, tensors)] for tensors in self.parameters
         ]:
-            found = "Parameters that were replaced (meta device, new weights)"
-        self._refuse(found or next(_foreign_parts(self.module, self.parameters), None))
+            change = "Parameters that were replaced (meta device, new weights)"
+        self._refuse(change or next(_foreign_parts(self.module, self.parameters), None))
 
     @staticmethod
-    def _refuse(found: str | None) -> None:
-        if found is not None:
+    def _refuse(change: str | None) -> None:
+        if change is not None:
             raise ConfigurationError(
-                f"experts: got {found}, wanted those that Megatron builds, because slots hold other experts "
+                f"experts: got {change}, wanted those that Megatron builds, because slots hold other experts "
                 "and copies of experts; put hooks, which see rows by slot, on the whole expert module, copy "
                 "values into Parameters, or use --moe-strategy none"
             )
@@ -276,7 +276,7 @@ def _foreign_parts(experts: Any, parameters: Sequence[ExpertParameters]) -> Iter
     for linear in chain.from_iterable(map(_linears, getattr(experts, "local_experts", [experts]))):
         if next(linear.children(), None) is not None:
             yield f"modules inside of {type(linear).__name__} (quantizers)"
-    if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in chain(*parameters)):
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in chain(*parameters)):
         yield "hooks on their Parameters, which gradients of replicas do not pass"
 
 

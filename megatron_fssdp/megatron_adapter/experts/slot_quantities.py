@@ -102,7 +102,7 @@ def slot_quantities(
     # Of every trained Parameter: begin and end of the rank's part, and elements of the whole Parameter.
     ranges = [(held.start, held.stop, held.parameter.numel()) for _, held in of_slots if held.is_trained]
     copies = of_all_ranks((facts, ranges), expert_data_parallel)
-    facts = Facts().union(*(found for found, _ in copies))
+    facts = Facts().union(*(copy_facts for copy_facts, _ in copies))
     sharing = _sharing_group(slots, optimizer, expert_data_parallel)
     are_parts = False
     if _conflict(facts) is None:  # so that all copies have ranges of the same Parameters
@@ -120,7 +120,7 @@ def slot_quantities(
     # Every quantity has all elements of a slot. Those of a Parameter that has no such state are in no part.
     *offsets_O, num_elements = accumulate((held.parameter.numel() for held in held_WO[0]), initial=0)
     # Another rank may hold the part of a Parameter that has a state.
-    names = {name for fact, found in facts if fact.startswith("names of tensors") for name in found}
+    names = {name for fact, value in facts if fact.startswith("names of tensors") for name in value}
     kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(held.parameter.dtype for held in held_WO[0])]
     kinds += [(name, torch.float32) for name in sorted(names)]
     return [
@@ -162,10 +162,10 @@ def _conflict(facts: Facts) -> str | None:
         values.setdefault(name, []).append(str(value))
     if problems := values.get("problem"):
         return problems[0]
-    for name, found in values.items():
-        if len(found) > 1:
+    for name, texts in values.items():
+        if len(texts) > 1:
             return (
-                f"re-sharding: got expert slots that differ in {name}: {' and '.join(found)}, wanted equal "
+                f"re-sharding: got expert slots that differ in {name}: {' and '.join(texts)}, wanted equal "
                 "values for all experts of a pipeline stage, because a re-shard moves experts to each "
                 f"other's places; remove the settings for single experts or layers, or {KEEP_OWNERS}"
             )

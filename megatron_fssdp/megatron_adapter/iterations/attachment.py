@@ -39,7 +39,7 @@ class Attachment:
     @property
     def models(self) -> list[ModelIterations]:
         """The models that have joined and still exist, in the order of their first chunks."""
-        return [one for ref in self._models if (one := ref()) is not None]
+        return [model for ref in self._models if (model := ref()) is not None]
 
     def take(self, config: Any, ddp_config: Any, module: torch.nn.Module) -> ModelIterations | None:
         """Let a model chunk that DDP is about to wrap join; ``None`` if it has no part in experts.

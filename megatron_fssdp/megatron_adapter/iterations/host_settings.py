@@ -174,8 +174,8 @@ def mark(held: Iterable[Any], model: "ModelIterations") -> None:
 
 def model_of(marked: Any) -> "ModelIterations | None":
     """The model of a marked object."""
-    found = getattr(marked, _MODEL, None)
-    return found() if isinstance(found, weakref.ref) else found
+    mark = getattr(marked, _MODEL, None)
+    return mark() if isinstance(mark, weakref.ref) else mark
 
 
 def note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:

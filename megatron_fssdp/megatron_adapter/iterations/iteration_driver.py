@@ -174,9 +174,9 @@ class IterationDriver:
 
     def _kept_replicas(self) -> Iterator[ReplicaTransfers]:
         passes = (layer.passes.shared for layer in self.runtime.layers)
-        for one in passes:
-            if one is not None and one.transfers is not None and not one.plan.rematerialize:
-                yield one.transfers
+        for slot_pass in passes:
+            if slot_pass is not None and slot_pass.transfers is not None and not slot_pass.plan.rematerialize:
+                yield slot_pass.transfers
 
     def begin_step(self, optimizer: Any) -> None:
         """Bring all gradients home, and start to share counts, before the step of an optimizer."""
@@ -229,7 +229,9 @@ class IterationDriver:
             self._told()
 
     def _tell_exchange(self) -> None:
-        layers = (one for one in self.runtime.layers if one.passes.plan and one.passes.plan.deduplicated)
+        layers = (
+            layer for layer in self.runtime.layers if layer.passes.plan and layer.passes.plan.deduplicated
+        )
         numbers = {layer.local.context.layer for layer in layers} - self._told_exchange
         self._told_exchange |= numbers
         if numbers and reports_for_stage():

@@ -89,9 +89,9 @@ class ModelIterations(HostModel):
             self.driver.check_replicas()
         results = forward(*args, **kwargs)
         if trains and not self._is_scheduled:
-            for one in tree_leaves(results):
-                if isinstance(one, torch.Tensor) and one.requires_grad:
-                    one.register_hook(self._finish_after_backward)
+            for leaf in tree_leaves(results):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._finish_after_backward)
         return results
 
     def _finish_after_backward(self, _: torch.Tensor) -> None:
@@ -207,8 +207,8 @@ class ModelIterations(HostModel):
     def _has_gradients(self) -> bool:
         # Passes that begin no iteration, as in eval mode without a schedule, leave gradients, too.
         slots = () if self.session is None else self.session.slots.parameters
-        found = [one.main_grad.any() for slot in slots for one in slot if hasattr(one, "main_grad")]
-        return bool(found) and bool(torch.stack(found).any())
+        nonzero = [p.main_grad.any() for slot in slots for p in slot if hasattr(p, "main_grad")]
+        return bool(nonzero) and bool(torch.stack(nonzero).any())
 
     def begin_step(self, optimizer: Any) -> bool:
         """Bring gradients home before an optimizer's step; return whether it ends an iteration."""
@@ -294,7 +294,7 @@ class ModelIterations(HostModel):
 
 def _root_of(ddp: torch.nn.Module) -> torch.nn.Module | None:
     """The smallest module that contains all MoE layers of a chunk, outside of lists of layers."""
-    paths = [name.replace(".", "/") for name, one in ddp.named_modules() if isinstance(one, BaseMoELayer)]
+    paths = [name.replace(".", "/") for name, layer in ddp.named_modules() if isinstance(layer, BaseMoELayer)]
     if not paths:
         return None
     common = commonpath(paths).split("/")

@@ -54,28 +54,28 @@ def described_config(
 
     The settings have what the package computes with, and what differs from Megatron's default.
     """
-    data: dict[str, Any] = {section: {} for section in SECTIONS}
+    settings: dict[str, Any] = {section: {} for section in SECTIONS}
     for name, action in megatron_options.options().items():
         value = megatron_options.plain(getattr(host, name))
         is_plain = isinstance(value, str | int | float | list)
         if is_plain and (name in HOMES or value != megatron_options.plain(action.default)):
-            data[HOMES.get(name) or megatron_options.section_of(name)][name] = value
-    warm_up, last = data["training"].get("lr_warmup_iters", 0), (host.train_iters or 1) - 1
+            settings[HOMES.get(name) or megatron_options.section_of(name)][name] = value
+    warm_up, last = settings["training"].get("lr_warmup_iters", 0), (host.train_iters or 1) - 1
     num_nodes = max((host.world_size or dist.get_world_size()) // ranks_per_node, 1)
-    data["model"]["family"] = family
+    settings["model"]["family"] = family
     if host.num_moe_experts:  # megatron-core's name
-        data[HOMES.get("num_experts") or megatron_options.section_of("num_experts")]["num_experts"] = (
+        settings[HOMES.get("num_experts") or megatron_options.section_of("num_experts")]["num_experts"] = (
             host.num_moe_experts
         )
-    data["parallelism"] |= {"nproc_per_node": ranks_per_node, "num_nodes": num_nodes}
-    data["training"] |= {
+    settings["parallelism"] |= {"nproc_per_node": ranks_per_node, "num_nodes": num_nodes}
+    settings["training"] |= {
         "device": "cpu" if on_cpu else "cuda",
         "save_checkpoints": host.save is not None,
         "lr_warmup_iters": max(0, min(warm_up, last)),
     }
     vocabulary = host.vocab_size or host.padded_vocab_size or 0
-    data["data"] = {"external": True, "vocab_size": max(int(vocabulary), 257)}
-    return validate(RunConfig, {**data, "strategy": dict(strategy)}, "Megatron's arguments")
+    settings["data"] = {"external": True, "vocab_size": max(int(vocabulary), 257)}
+    return validate(RunConfig, {**settings, "strategy": dict(strategy)}, "Megatron's arguments")
 
 
 def record_folder(asked: Path, run: RunConfig | None, *, resumes: bool) -> Path:

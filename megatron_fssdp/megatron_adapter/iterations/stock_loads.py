@@ -67,8 +67,8 @@ class StockLoads:
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
-        layers = [one for chunk in chunks for one in trained_layers(chunk) if isinstance(one[0], MoELayer)]
-        layers = [one for one in layers if not MegatronSettings.of(one[0].config).captures_preprocess]
+        layers = [pair for chunk in chunks for pair in trained_layers(chunk) if isinstance(pair[0], MoELayer)]
+        layers = [pair for pair in layers if not MegatronSettings.of(pair[0].config).captures_preprocess]
         self._counted: list[_StockLayer] = []
         self._on_the_way: CountsOnTheWay | None = None
         if not layers:
@@ -103,4 +103,4 @@ class StockLoads:
         numbers_DN = numbers_SN.reshape(num_devices, -1, numbers_SN.shape[1]).sum(axis=1, dtype=np.int64)
         ends = np.cumsum([len(counted.counts_E) + len(counted.spread.sums) for counted in self._counted])
         parts = np.split(numbers_DN, ends[:-1], axis=1)
-        return [one.load(part_DN) for one, part_DN in zip(self._counted, parts, strict=True)]
+        return [counted.load(part_DN) for counted, part_DN in zip(self._counted, parts, strict=True)]

@@ -114,7 +114,7 @@ def held_replicas(
     return HeldReplicas(
         session.strategy.replica_life,
         stage,
-        *next(((one.numel, one.dtype.itemsize) for one in layouts), (0, 0)),
+        *next(((layout.numel, layout.dtype.itemsize) for layout in layouts), (0, 0)),
         _most_micro_batches(host, num_micro_batches),
         copy_bytes=2 * (1 + 1 / 32) if is_quantized else 0.0,
     )

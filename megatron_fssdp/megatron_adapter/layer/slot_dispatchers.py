@@ -54,7 +54,7 @@ class SlotDispatchers:
 
     def check_unchanged(self) -> None:
         """Refuse, by a ConfigurationError, another token dispatcher, or methods of one alone."""
-        kinds = {id(self._built): self._stock} | {id(one): kind for (kind, _), one in self._made.items()}
+        kinds = {id(self._built): self._stock} | {id(made): kind for (kind, _), made in self._made.items()}
         if type(present := self._layer.token_dispatcher) is not kinds.get(id(present)):
             raise ConfigurationError(
                 f"MoE layer: got a {type(present).__name__} that became its token dispatcher after DDP had "
@@ -78,21 +78,21 @@ class SlotDispatchers:
             session.selectors[devices] = ScheduleSelector(travel.schedule, config, self._pg_collection)
         return session.selectors[devices]
 
-    def of(self, one: SlotPass) -> Any:
+    def of(self, slot_pass: SlotPass) -> Any:
         """The dispatcher of a pass."""
         is_spread, kind = self._groups.num_devices > 1, self._stock
-        if is_spread and one.plan.in_steps:
+        if is_spread and slot_pass.plan.in_steps:
             kind = SmartScheduleTokenDispatcher
-        elif is_spread and one.plan.deduplicated:
+        elif is_spread and slot_pass.plan.deduplicated:
             kind = DeduplicatedTokenDispatcher
         elif self._selector is not None:
             kind = ParmDispatcher
-        elif one.splits is not None and self._takes_splits:
+        elif slot_pass.splits is not None and self._takes_splits:
             kind = KnownSplitsDispatcher
-        key = kind, one.slots.slots_per_device
+        key = kind, slot_pass.slots.slots_per_device
         made = self._made[key] = self._made.get(key) or self._make(*key)
         if kind is KnownSplitsDispatcher:
-            made.splits = one.splits
+            made.splits = slot_pass.splits
         elif kind is ParmDispatcher:
             number = self._layer.slot_layer.local.context.layer
             made.owners_only = not self._session.strategy.may_replicate(number)
@@ -149,11 +149,11 @@ class SlotDispatchers:
         return made
 
 
-def refuse_own_methods(owner: Any, names: Iterable[str], what: str) -> None:
+def refuse_own_methods(owner: Any, names: Iterable[str], part: str) -> None:
     """Refuse, by a ConfigurationError, methods of these names that belong to an object alone."""
     own = (name for name in names if callable(vars(owner).get(name)) and hasattr(type(owner), name))
     if (name := next(own, None)) is not None:
         raise ConfigurationError(
-            f"MoE layer: got a method {name} of its {what} alone, wanted that of the class, because passes "
+            f"MoE layer: got a method {name} of its {part} alone, wanted that of the class, because passes "
             "with experts in slots do not call it; replace it on the class, or use --moe-strategy none"
         )

@@ -62,9 +62,9 @@ def missing_seams(*, for_training: bool) -> dict[str, Exception]:
     for module, names in SEAMS.items():
         for path in names.split() if for_training or module.startswith("megatron.core.") else ():
             try:
-                found: Any = importlib.import_module(module)
+                target: Any = importlib.import_module(module)
                 for name in path.split("."):
-                    found = None if _assigns(found, name) else getattr(found, name)
+                    target = None if _assigns(target, name) else getattr(target, name)
             except Exception as error:  # A module of Megatron may raise any error when it is imported.
                 missing[f"{module}.{path}"] = error
     return missing
@@ -74,11 +74,11 @@ def check_seams(*, for_training: bool) -> None:
     """Raise a ConfigurationError unless Megatron has all seams, also those of its training loop if asked."""
     for seam, error in missing_seams(for_training=for_training).items():
         try:
-            found = f"megatron-core {importlib.metadata.version('megatron-core')}"
+            core = f"megatron-core {importlib.metadata.version('megatron-core')}"
         except importlib.metadata.PackageNotFoundError:
-            found = "no megatron-core"
+            core = "no megatron-core"
         raise ConfigurationError(
-            f"Megatron: got {found} without {seam} ({error}), to which the plugin attaches; wanted a release "
+            f"Megatron: got {core} without {seam} ({error}), to which the plugin attaches; wanted a release "
             f"in the tested range: {pip_install('megatron-core')}"
         )
 

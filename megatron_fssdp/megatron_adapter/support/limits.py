@@ -26,7 +26,7 @@ class Limit(NamedTuple):
     """Something that is refused: its name, when it is the case, and the user's next step."""
 
     code: str  # which stays when the words change
-    what: str
+    feature: str
     is_met: Callable[[MegatronSettings, Strategy], object]
     advice: str
 
@@ -37,8 +37,8 @@ def keeps_flex(m: MegatronSettings, s: Strategy) -> bool:
 
 
 def _plans_micro_batches(s: Strategy) -> bool:
-    one_of = (s, *(s.candidates.values() if selecting(s) else ()))
-    return any(strategy.replica_life is ReplicaLife.MICRO_BATCH for strategy in one_of)
+    strategies = (s, *(s.candidates.values() if selecting(s) else ()))
+    return any(strategy.replica_life is ReplicaLife.MICRO_BATCH for strategy in strategies)
 
 
 def _has_fixed_slots(s: Strategy) -> bool:
@@ -207,9 +207,9 @@ SOME: tuple[Limit, ...] = (
 def check_limits(name: str, strategy: Strategy, m: MegatronSettings) -> None:
     """Refuse, by a ConfigurationError, settings of a model that the strategy of this name cannot serve."""
     who = f"--moe-strategy {name}"
-    for _, what, is_met, advice in (*EVERY, *SOME):
+    for _, feature, is_met, advice in (*EVERY, *SOME):
         if is_met(m, strategy):
-            raise ConfigurationError(f"{who} does not support {what}: {advice}")
+            raise ConfigurationError(f"{who} does not support {feature}: {advice}")
     if not m.experts:
         raise ConfigurationError(
             f"{who} needs a Mixture-of-Experts model: add --num-experts, or use --moe-strategy none"

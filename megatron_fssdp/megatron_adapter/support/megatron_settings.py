@@ -168,14 +168,14 @@ def field_defaults(config: Any) -> dict[str, Any]:
 
     Configs of datasets do not count: what layers of experts do does not depend on them.
     """
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for kind in reversed(type(config).__mro__):
         is_core = kind.__module__.startswith("megatron.core.")
         if is_core and not kind.__module__.startswith("megatron.core.datasets.") and is_dataclass(kind):
-            for one in fields(kind):
-                made = None if one.default_factory is MISSING else one.default_factory()
-                found[one.name] = made if one.default is MISSING else one.default
-    return found
+            for declared in fields(kind):
+                made = None if declared.default_factory is MISSING else declared.default_factory()
+                defaults[declared.name] = made if declared.default is MISSING else declared.default
+    return defaults
 
 
 def check_known(who: str, settings: Any, defaults: Mapping[str, Any] | None = None) -> None:
