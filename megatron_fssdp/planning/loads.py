@@ -110,15 +110,15 @@ class LoadHistory:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continue with what a history of the same window knew; a ValueError if sizes or counts are wrong."""
-        found = LoadHistory(self.window, self.num_devices, self.num_experts)
+        resumed = LoadHistory(self.window, self.num_devices, self.num_experts)
         for counts_DE in state["counts_IDE"]:
-            found.append(np.asarray(counts_DE, dtype=np.int64))
+            resumed.append(np.asarray(counts_DE, dtype=np.int64))
         # Those of iterations before the oldest kept one count, too.
-        found._errors.clear()
-        found._errors.extend((float(mean), float(last)) for mean, last in state["errors"])
-        found._num_settled = min(int(state["num_settled"]), len(found))
-        found.num_seen = int(state["num_seen"])
-        vars(self).update(vars(found))
+        resumed._errors.clear()
+        resumed._errors.extend((float(mean), float(last)) for mean, last in state["errors"])
+        resumed._num_settled = min(int(state["num_settled"]), len(resumed))
+        resumed.num_seen = int(state["num_seen"])
+        vars(self).update(vars(resumed))
 
     def __len__(self) -> int:
         return len(self._latest)

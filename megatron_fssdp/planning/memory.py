@@ -215,17 +215,17 @@ def expert_memory(
     resident = held.stage.num_layers * replicas.get(ReplicaLife.RESIDENT, 0)
     weights_bytes, gradients_bytes, buffers_bytes = 0, resident * elements * gradient_bytes, 0
     for life, number in replicas.items():
-        one = replace(held, life=life)
-        weights_bytes += number * one.weights_bytes
-        gradients_bytes += number * one.sums_bytes
+        of_life = replace(held, life=life)
+        weights_bytes += number * of_life.weights_bytes
+        gradients_bytes += number * of_life.sums_bytes
         # A device sends no experts if there are no replicas.
         sent = owned_per_layer if number else 0
         received = MAX_CHILDREN * (sent + number) if most_received is None else most_received
-        received_bytes = one.buffers_bytes(received, sent + number, messages)
+        received_bytes = of_life.buffers_bytes(received, sent + number, messages)
         if life is ReplicaLife.RESIDENT:
             # One layer's holders send gradients to the owners while another layer's owners send sums back.
             received_bytes += 2 * (sent + number) * held.sum_bytes
-        elif not one.sends_fp32 and one.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED):
+        elif not of_life.sends_fp32 and of_life.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED):
             received_bytes += messages.buffered_bytes(expert_bytes, number)  # rounded to travel
         buffers_bytes = max(buffers_bytes, received_bytes)
     return ExpertMemory(
@@ -261,14 +261,14 @@ def memory_capacity(
     usable_bytes = max(free_bytes - int(free_bytes * RESERVE_FRACTION), 0)
     in_pass, num_layers = replace(held, life=ReplicaLife.LAYER_PASS), held.stage.num_layers
 
-    def buffers_bytes(one: HeldReplicas, slots: int) -> int:
-        return one.buffers_bytes(MAX_CHILDREN * slots, slots, messages)
+    def buffers_bytes(replicas: HeldReplicas, slots: int) -> int:
+        return replicas.buffers_bytes(MAX_CHILDREN * slots, slots, messages)
 
-    def fitting(one: HeldReplicas, most_bytes: int) -> int:
-        slot_bytes = one.weights_bytes + one.sums_bytes
+    def fitting(replicas: HeldReplicas, most_bytes: int) -> int:
+        slot_bytes = replicas.weights_bytes + replicas.sums_bytes
         # Buffers grow with the slots up to a bound.
-        few = most_bytes // (slot_bytes + buffers_bytes(one, 1))
-        many = (most_bytes - buffers_bytes(one, num_experts)) // slot_bytes
+        few = most_bytes // (slot_bytes + buffers_bytes(replicas, 1))
+        many = (most_bytes - buffers_bytes(replicas, num_experts)) // slot_bytes
         return min(max(few, many, 0), num_experts)
 
     # A layer with passes keeps nothing. So where there is one, passes get what all others leave.
@@ -283,8 +283,8 @@ def memory_capacity(
     while kept and passes_beside(kept) < owned_per_layer:
         kept -= 1
     # A layer with replicas of micro-batches has no sums, which need no less than the weights.
-    each = kept * num_layers // max(held.stage.layers_in_flight(held.num_micro_batches), num_layers)
-    return most, (kept, passes_beside(kept), each)
+    in_flight = kept * num_layers // max(held.stage.layers_in_flight(held.num_micro_batches), num_layers)
+    return most, (kept, passes_beside(kept), in_flight)
 
 
 def _readable(num_bytes: int) -> str:

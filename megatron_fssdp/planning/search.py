@@ -83,7 +83,7 @@ class LayerSearch(CostedLayer):
             start.replicas_per_device_D.max() > slots or not np.array_equal(start.owner_E, self.owner_E)
         ):
             raise ValueError(f"start: wanted the layer's owners, and at most {slots} replicas on a device")
-        plain_s, found_s, present_ED = kernel("placement_search").search_replicas(
+        plain_s, best_s, present_ED = kernel("placement_search").search_replicas(
             self,
             (start or plain).present_ED,
             slots,
@@ -91,9 +91,9 @@ class LayerSearch(CostedLayer):
             PRICES_PER_SIZE * sum(self.load_DE.shape),
         )
         self.__dict__["plain_s"] = plain_s  # of which a search knows the price
-        if found_s > (1 - LEAST_SAVING) * plain_s:
+        if best_s > (1 - LEAST_SAVING) * plain_s:
             return plain, plain_s
-        return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_)), found_s
+        return ExpertPlacement(self.owner_E, present_ED.astype(np.bool_)), best_s
 
 
 def plan_materialization(

@@ -66,7 +66,7 @@ class LayerProfile:
     @cached_property
     def _hash(self) -> int:
         """Kept, because each price looks for its costs by the profile."""
-        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def sent_choices(self) -> TokenChoices | None:

@@ -62,11 +62,11 @@ def moves_traffic(source_P: np.ndarray, device_P: np.ndarray, topology: Topology
 
 def _counted(table: np.ndarray, topology: Topology) -> tuple[BusiestLinks, int, int, int]:
     """What the kernel ``count_edges`` finds in a table of edges."""
-    (node_D, _, first_N), found = topology.arrays, np.zeros(6, np.int64)
+    (node_D, _, first_N), results = topology.arrays, np.zeros(6, np.int64)
     hops_ED = np.zeros((int(table[:, 0].max(initial=0)) + 1, len(node_D)), np.int64)
     sides = (np.zeros((4, num), np.int64) for num in (len(node_D), len(first_N) - 1))
-    kernel("transfer_trees").count_edges(*views(table, node_D, hops_ED, *sides, found))
-    near, of_device, of_node, num_far, far_hops, hops = found.tolist()
+    kernel("transfer_trees").count_edges(*views(table, node_D, hops_ED, *sides, results))
+    near, of_device, of_node, num_far, far_hops, hops = results.tolist()
     busiest = BusiestLinks(near, of_device, of_node, num_far / topology.num_nodes)
     return busiest, num_far, far_hops, hops
 

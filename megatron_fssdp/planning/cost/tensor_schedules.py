@@ -88,22 +88,22 @@ def collectives_of(schedule: Schedule, layer: ScheduledLayer) -> tuple[Collectiv
         exchange = Collective("all_to_all", "ep", dumped_bytes / share)
         entering = Collective("all_gather", "esp", layer.tokens_bytes * layer.n_esp / share)
         summing = Collective("all_reduce", "esp", dumped_bytes / share)
-        found: tuple[Collective, ...] = (entering, exchange, summing, exchange)
+        collectives: tuple[Collective, ...] = (entering, exchange, summing, exchange)
     elif schedule == "megatron":
         exchange = Collective("all_to_all", "ep", rows_bytes / layer.n_mp)
         of_parts = (Collective("all_gather", "esp", own), Collective("reduce_scatter", "esp", own))
-        found = (exchange, *of_parts, exchange, *leaving)
+        collectives = (exchange, *of_parts, exchange, *leaving)
     elif schedule == "s1" or layer.is_split or layer.n_mp == 1:
         # Eq. 11, or Eq. 2. If tokens are split before the gate, or if MP has one rank, S2 is the same as S1.
         exchange = Collective("all_to_all", "ep_esp", own)
-        found = (exchange, exchange, *leaving)
+        collectives = (exchange, exchange, *leaving)
     else:
         # Eq. 14, with N_ESP as in Eq. 7.
         kinds: tuple[Kind, ...] = ("all_to_all", "overlapped_all_to_all")
         exchanges = (Collective(kind, "ep_esp", own) for kind in kinds)
-        found = (*exchanges, Collective("all_gather", "mp", rows_bytes))
+        collectives = (*exchanges, Collective("all_gather", "mp", rows_bytes))
     sizes = {"mp": layer.n_mp, "esp": layer.n_esp, "ep": layer.n_ep, "ep_esp": layer.n_ep * layer.n_esp}
-    return tuple(collective for collective in found if sizes[collective.over] > 1)
+    return tuple(collective for collective in collectives if sizes[collective.over] > 1)
 
 
 ScheduleCosts = Mapping[tuple[Kind, Group], LinkCost]

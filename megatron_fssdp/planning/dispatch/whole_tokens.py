@@ -78,14 +78,14 @@ def _shared_out(
     until_far = _until(lines[:, :, :-1] - near)
     node, number = node_D[device], number_D[device]
     in_node = place_NG[node][: (place_NG[node] >= 0).sum()]
-    found = []
+    sides = []
     for line in (1, 0):
         met_HD = _met(until_far[line], until_far[1 - line], device)
         here = _met(until[line, :, node], until[1 - line, :, node], number)
         met_HD[:, in_node] += here[:, : len(in_node)]
         met_HD[:, device] += own_HD[:, device]
-        found.append(met_HD)
-    return found[0], found[1]
+        sides.append(met_HD)
+    return sides[0], sides[1]
 
 
 @lru_cache(maxsize=8)

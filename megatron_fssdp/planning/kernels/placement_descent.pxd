@@ -35,7 +35,7 @@ cdef class PlacementDescent(ExpertParts):
     cdef bint swap(self, Py_ssize_t expert) noexcept nogil
     @cython.locals(least=double, seconds=double)
     @cython.final
-    cdef double price_exchange(self, Py_ssize_t expert, Py_ssize_t other, Py_ssize_t device, Py_ssize_t back) noexcept nogil
+    cdef double price_exchange(self, Py_ssize_t comes, Py_ssize_t goes, Py_ssize_t device, Py_ssize_t back) noexcept nogil
     @cython.final
     cdef void exchange(self, Py_ssize_t comes, Py_ssize_t goes, Py_ssize_t device, Py_ssize_t back) noexcept nogil
     @cython.final

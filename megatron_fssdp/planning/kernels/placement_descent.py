@@ -96,20 +96,20 @@ class PlacementDescent(ExpertParts):
         if self.most_replicated >= self.num_experts:
             return True
         num = 0
-        for other in range(self.num_experts):
-            num += self.holders_E[other] > 1
+        for i in range(self.num_experts):
+            num += self.holders_E[i] > 1
         return self.holders_E[expert] > 1 or num < self.most_replicated
 
     def least_loaded(self, expert: int, node: int, is_full: bool) -> int:
         """The least loaded device of a node without the expert and with a free slot, or full; -1 if none."""
-        found = -1
+        chosen = -1
         for i in range(self.first_N[node], self.first_N[node + 1]):
             device = self.member_D[i]
             if self.has_ED[expert, device] or (self.used_D[device] >= self.slots) != is_full:
                 continue
-            if found < 0 or self.work[device] < self.work[found]:
-                found = device
-        return found
+            if chosen < 0 or self.work[device] < self.work[chosen]:
+                chosen = device
+        return chosen
 
     def note(self, expert: int) -> None:
         """Price the present holders of an expert that is out; remember them if they are the best trial."""
@@ -174,10 +174,10 @@ class PlacementDescent(ExpertParts):
         self.count(expert, -1)
         for node in range(self.num_nodes):
             device = self.least_loaded(expert, node, True)
-            other = -1 if device < 0 else self.least_useful(device)
-            if other < 0:
+            goes = -1 if device < 0 else self.least_useful(device)
+            if goes < 0:
                 continue
-            self.count(other, -1)
+            self.count(goes, -1)
             if self.price() < least * (1.0 - ROUNDING):
                 # The other expert loses the replica, or gets the one of this expert on a device `back`.
                 for back in range(-1, self.num_devices):
@@ -186,13 +186,13 @@ class PlacementDescent(ExpertParts):
                     if back >= 0 and (
                         not self.has_ED[expert, back]
                         or back == self.owner_E[expert]
-                        or self.has_ED[other, back]
+                        or self.has_ED[goes, back]
                     ):
                         continue
-                    seconds = self.price_exchange(expert, other, device, back)
+                    seconds = self.price_exchange(expert, goes, device, back)
                     if seconds < least * (1.0 - ROUNDING):
-                        least, to, instead, given = seconds, device, other, back
-            self.count(other, 1)
+                        least, to, instead, given = seconds, device, goes, back
+            self.count(goes, 1)
         if to >= 0:
             self.count(instead, -1)
             self.exchange(expert, instead, to, given)
@@ -201,13 +201,13 @@ class PlacementDescent(ExpertParts):
         self.count(expert, 1)
         return to >= 0
 
-    def price_exchange(self, expert: int, other: int, device: int, back: int) -> float:
+    def price_exchange(self, comes: int, goes: int, device: int, back: int) -> float:
         """Seconds after an :meth:`exchange` of two experts that are out; nothing is changed."""
-        self.exchange(expert, other, device, back)
-        self.count(other, 1)
-        seconds = self.price_with(expert, other)
-        self.count(other, -1)
-        self.exchange(other, expert, device, back)
+        self.exchange(comes, goes, device, back)
+        self.count(goes, 1)
+        seconds = self.price_with(comes, goes)
+        self.count(goes, -1)
+        self.exchange(goes, comes, device, back)
         return seconds
 
     def exchange(self, comes: int, goes: int, device: int, back: int) -> None:
@@ -221,14 +221,14 @@ class PlacementDescent(ExpertParts):
 
     def least_useful(self, device: int) -> int:
         """The expert whose replica on a device has the smallest part of its tokens; -1 if there is none."""
-        found = -1
+        chosen = -1
         least = 0.0
         for expert in range(self.num_experts):
             if self.has_ED[expert, device] and self.owner_E[expert] != device:
                 part = self.total_E[expert] / self.holders_E[expert]
-                if found < 0 or part < least:
-                    found, least = expert, part
-        return found
+                if chosen < 0 or part < least:
+                    chosen, least = expert, part
+        return chosen
 
     def descend(self, is_smooth: bool, num_free: int) -> None:
         """Change experts of the busiest device and of the busiest link while this saves seconds.

@@ -13,7 +13,7 @@ cdef class PlacementSearch(PlacementDescent):
     cdef void place_wanted(self) noexcept nogil
     @cython.locals(num_taken=Py_ssize_t, taken=Py_ssize_t, next_at=Py_ssize_t, at=Py_ssize_t, is_free=bint)
     cdef void place(self, Py_ssize_t expert, double part, Py_ssize_t most) noexcept nogil
-    @cython.locals(at=Py_ssize_t, other=Py_ssize_t, plan=double)
+    @cython.locals(at=Py_ssize_t, previous=Py_ssize_t, plan=double)
     cdef void sort(self) noexcept nogil
     cdef void seed_by_levels(self) noexcept nogil
     @cython.locals(turn=Py_ssize_t, missed=Py_ssize_t, expert=Py_ssize_t)

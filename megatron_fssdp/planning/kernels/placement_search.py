@@ -161,10 +161,10 @@ class PlacementSearch(PlacementDescent):
             plan = self.plan_D[device]
             at = i
             while at > 0:
-                other = self.order_D[at - 1]
-                if self.plan_D[other] < plan or (self.plan_D[other] == plan and other < device):
+                previous = self.order_D[at - 1]
+                if self.plan_D[previous] < plan or (self.plan_D[previous] == plan and previous < device):
                     break
-                self.order_D[at] = other
+                self.order_D[at] = previous
                 at -= 1
             self.order_D[at] = device
 
@@ -205,19 +205,19 @@ class PlacementSearch(PlacementDescent):
     def fetch(self, device: int, for_node: bool, num: int) -> int:
         """Give a device the missing expert to which it, or its node, sends most; 1 if it was counted."""
         node = self.node_D[device]
-        found = -1
+        chosen = -1
         most = 0.0
         for expert in range(self.num_experts):
             load = self.load_NE[node, expert] if for_node else self.load_DE[device, expert]
             if load > most and (num < self.most_replicated or self.holders_E[expert] > 1):
                 has = self.holders_EN[expert, node] > 0 if for_node else self.has_ED[expert, device]
                 if not has:
-                    found, most = expert, load
-        is_first = found >= 0 and self.holders_E[found] == 1
+                    chosen, most = expert, load
+        is_first = chosen >= 0 and self.holders_E[chosen] == 1
         if is_first:
-            self.count_held(found, -1)  # out until all replicas are placed
-        if found >= 0:
-            self.put(found, device, 1)
+            self.count_held(chosen, -1)  # out until all replicas are placed
+        if chosen >= 0:
+            self.put(chosen, device, 1)
         return 1 if is_first else 0
 
     def prune(self) -> None:

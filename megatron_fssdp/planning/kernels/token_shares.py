@@ -70,13 +70,13 @@ def share_exactly(
             for i in range(first_E[expert], first_E[expert + 1]):
                 weighted += part_P[i] * of_device[0, holder_P[i]]
             if turn == exponents.shape[0]:
-                each = total_E[expert] / weighted
+                per_weight = total_E[expert] / weighted
                 for i in range(first_E[expert], first_E[expert + 1]):
-                    tokens_ED[expert, holder_P[i]] = part_P[i] * each * of_device[0, holder_P[i]]
+                    tokens_ED[expert, holder_P[i]] = part_P[i] * per_weight * of_device[0, holder_P[i]]
                 continue
-            each = total_E[expert] * scale / weighted
+            per_weight = total_E[expert] * scale / weighted
             for i in range(first_E[expert], first_E[expert + 1]):
-                of_device[1, holder_P[i]] += part_P[i] * each
+                of_device[1, holder_P[i]] += part_P[i] * per_weight
         if turn < exponents.shape[0]:
             for device in range(of_device.shape[1]):
                 load = of_device[0, device] * (least_load + of_device[1, device])

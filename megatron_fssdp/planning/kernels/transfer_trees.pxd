@@ -12,4 +12,4 @@ cdef class TransferTrees:
     cpdef void write_edges(self, Py_ssize_t[:, ::1] edges) noexcept
 
 @cython.locals(expert=Py_ssize_t, source=Py_ssize_t, device=Py_ssize_t, hops=Py_ssize_t, far_hops=Py_ssize_t, is_far=Py_ssize_t)
-cpdef void count_edges(const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] node_D, Py_ssize_t[:, ::1] hops_ED, Py_ssize_t[:, ::1] of_device, Py_ssize_t[:, ::1] of_node, Py_ssize_t[::1] found) noexcept nogil
+cpdef void count_edges(const Py_ssize_t[:, ::1] table, const Py_ssize_t[::1] node_D, Py_ssize_t[:, ::1] hops_ED, Py_ssize_t[:, ::1] of_device, Py_ssize_t[:, ::1] of_node, Py_ssize_t[::1] results) noexcept nogil

@@ -91,9 +91,9 @@ def count_edges(
     hops_ED: memoryview,
     of_device: memoryview,
     of_node: memoryview,
-    found: memoryview,
+    results: memoryview,
 ) -> None:
-    """Write what the edges of a transfer do to ``found``; a row comes after the edge to its source.
+    """Write what the edges of a transfer do to ``results``; a row comes after the edge to its source.
 
     That is, the most experts on a link inside a node, of a device and of a node between nodes; all experts
     between nodes; and the hops between nodes, and all hops, before the last one of the path with the most of
@@ -103,11 +103,11 @@ def count_edges(
     for row in range(table.shape[0]):
         expert, source, device, hops = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
         far_hops = hops_ED[expert, source]
-        if far_hops > found[4] or (far_hops == found[4] and hops > found[5]):
-            found[4], found[5] = far_hops, hops
+        if far_hops > results[4] or (far_hops == results[4] and hops > results[5]):
+            results[4], results[5] = far_hops, hops
         is_far = 1 if node_D[source] != node_D[device] else 0
         hops_ED[expert, device] = far_hops + is_far
-        found[3] += is_far
+        results[3] += is_far
         if source != device:
             of_device[2 * is_far, source] += 1
             of_device[2 * is_far + 1, device] += 1
@@ -115,7 +115,7 @@ def count_edges(
             of_node[2 * is_far + 1, node_D[device]] += 1
     for side in range(2):
         for device in range(of_device.shape[1]):
-            found[0] = max(found[0], of_device[side, device])
-            found[1] = max(found[1], of_device[2 + side, device])
+            results[0] = max(results[0], of_device[side, device])
+            results[1] = max(results[1], of_device[2 + side, device])
         for node in range(of_node.shape[1]):
-            found[2] = max(found[2], of_node[2 + side, node])
+            results[2] = max(results[2], of_node[2 + side, node])

@@ -70,8 +70,8 @@ class PipelinedMessages:
         half = (NEARLY * shortest - starts - more) / 2
         fewest = math.ceil(half - math.sqrt(max(half * half - more * starts, 0.0)))
         fewest = max(1, fewest, -(-num_received * expert_bytes // self.most_bytes))
-        each = -(-expert_bytes // fewest)
-        return min(expert_bytes, -(-each // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        part_bytes = -(-expert_bytes // fewest)
+        return min(expert_bytes, -(-part_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
 
     def buffered_bytes(self, gradient_bytes: int, num_received: int) -> int:
         """Most bytes that a device keeps of so many gradients that it receives in SparseReduceScatter."""
