@@ -36,16 +36,16 @@ class GrowingArrays:
         self._row_type: np.dtype[Any] | None = None
         self._iterations: list[int] = []
         if path.exists():
-            found = read(path.parent)
-            if not np.array_equal(found.layers, self._layers):
+            recorded = read(path.parent)
+            if not np.array_equal(recorded.layers, self._layers):
                 raise ConfigurationError(
-                    f"{path}: holds layers {found.layers.tolist()}, but this run records "
+                    f"{path}: holds layers {recorded.layers.tolist()}, but this run records "
                     f"{self._layers.tolist()}; choose another output folder"
                 )
             rows = np.load(path, mmap_mode="r")
             if rows.offset != len(_header(rows.dtype, 0)):  # rows are written after a header of our size
                 raise ConfigurationError(f"{path}: has another header; choose another output folder")
-            self._iterations, self._row_type = found.iterations.tolist(), rows.dtype
+            self._iterations, self._row_type = recorded.iterations.tolist(), rows.dtype
 
     def drop_from(self, iteration: int) -> None:
         """Drop the rows from an iteration on, or raise a ConfigurationError; no file is without rows."""
@@ -119,11 +119,11 @@ def read_arrays(
         wanted = {_LAYERS: 2, _ITERATIONS: 1, **num_dimensions}
         for name in wanted.keys() - rows.dtype.names - set(optional):
             raise ValueError(f"got no array {name}; found: {', '.join(rows.dtype.names)}")
-        found = {name: np.array(rows[name]) for name in wanted if name in rows.dtype.names}
-        num_layers = found[_LAYERS].shape[-1]
-        for name, array in found.items():
-            found_L = array.shape[1 if name == _LAYERS else layer_axis :][:1]
-            if array.ndim != wanted[name] or 0 in array.shape or found_L not in ((), (num_layers,)):
+        arrays = {name: np.array(rows[name]) for name in wanted if name in rows.dtype.names}
+        num_layers = arrays[_LAYERS].shape[-1]
+        for name, array in arrays.items():
+            layer_shape = array.shape[1 if name == _LAYERS else layer_axis :][:1]
+            if array.ndim != wanted[name] or 0 in array.shape or layer_shape not in ((), (num_layers,)):
                 raise ValueError(
                     f"{name} has shape {array.shape}, wanted {wanted[name]} dimensions, none of them empty, "
                     f"and {num_layers} layers"
@@ -132,12 +132,12 @@ def read_arrays(
                 raise ValueError(f"{name} has data type {array.dtype}, wanted int64 or smaller")
             if array.min() < 0:
                 raise ValueError(f"{name} has negative numbers")
-        if np.any(found[_LAYERS] != found[_LAYERS][0]):
+        if np.any(arrays[_LAYERS] != arrays[_LAYERS][0]):
             raise ValueError("the layers differ between iterations")
-        found[_LAYERS] = found[_LAYERS][0]
+        arrays[_LAYERS] = arrays[_LAYERS][0]
         for name in (_ITERATIONS, _LAYERS):
-            if np.any(np.diff(found[name]) <= 0):
+            if np.any(np.diff(arrays[name]) <= 0):
                 raise ValueError(f"{name} are not ascending")
-        return found
+        return arrays
     except Exception as error:  # damaged files raise many kinds of errors in numpy
         raise unreadable(path, error) from None

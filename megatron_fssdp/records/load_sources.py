@@ -46,22 +46,22 @@ def read_any_loads(path: Path, model: RoutedModel, most: int | None = None) -> t
     Raises:
         ConfigurationError: The path has no loads or several kinds, or they are damaged or of another model.
     """
-    found = sources_in(path)
-    if len(found) > 1:
-        both = " and ".join(found)
+    sources = sources_in(path)
+    if len(sources) > 1:
+        both = " and ".join(sources)
         raise ConfigurationError(
             f"--loads {path}: has {both}, wanted one of them; move them to other folders"
         )
-    if not found:
+    if not sources:
         return read_loads(path), ""
-    if found == [LOADS_FILE]:  # Somebody's own array may have this name.
+    if sources == [LOADS_FILE]:  # Somebody's own array may have this name.
         return _read_array(path / LOADS_FILE), ""
     if path.is_dir():
-        loads, note = read_rank_traces(path, found[0], model, most)
-        return loads, f"{'router traces' if found[0] == ROUTER_TRACES else 'tokens per expert'} {note}"
-    if found in ([".npy"], [".npz"]):
+        loads, note = read_rank_traces(path, sources[0], model, most)
+        return loads, f"{'router traces' if sources[0] == ROUTER_TRACES else 'tokens per expert'} {note}"
+    if sources in ([".npy"], [".npz"]):
         return _read_array(path), ""
-    if found == [".csv"]:
+    if sources == [".csv"]:
         return _read_table(path, model.num_experts), ""
     raise ConfigurationError(
         f"--loads {path}: is another file, wanted .npy, .npz or .csv, or the folder of traces"
@@ -84,8 +84,8 @@ def _read_array(path: Path) -> RecordedLoads:
             if counts.dtype.names is not None:
                 return read_loads(path)
         if counts.ndim not in (3, 4, 5) or counts.dtype.kind not in "iuf" or not counts.size:
-            found = f"{counts.dtype} {list(counts.shape)}"
-            raise ValueError(f"got {found}, wanted numbers {_SHAPES}")
+            kind = f"{counts.dtype} {list(counts.shape)}"
+            raise ValueError(f"got {kind}, wanted numbers {_SHAPES}")
         if not (counts.min() >= 0 and counts.max() <= _MOST and np.all(counts == counts.astype(np.int32))):
             raise ValueError(f"got {counts.min()} to {counts.max()}, wanted whole numbers from 0 to {_MOST}")
     except (PermissionError, ConfigurationError):
@@ -105,7 +105,7 @@ def _read_table(path: Path, num_experts: int) -> RecordedLoads:
     Experts and devices are counted from 0; what has no row has no tokens. A ConfigurationError names the line
     that is wrong.
     """
-    found: dict[tuple[int, int, int], NDArray[np.int32]] = {}
+    loads: dict[tuple[int, int, int], NDArray[np.int32]] = {}
     line, highest = 1, 0
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -121,15 +121,15 @@ def _read_table(path: Path, num_experts: int) -> RecordedLoads:
                 if expert >= num_experts:
                     raise ValueError(f"got expert {expert}, wanted 0 to {num_experts - 1} as in the model")
                 empty_E = np.full(num_experts, -1, np.int32)
-                counts_E = found.setdefault((iteration, layer, device), empty_E)
+                counts_E = loads.setdefault((iteration, layer, device), empty_E)
                 if counts_E[expert] >= 0:
                     raise ValueError(f"got expert {expert} of this iteration and layer again, wanted one row")
                 counts_E[expert], highest = tokens, max(highest, expert)
-            if not found or highest < num_experts - 1:
+            if not loads or highest < num_experts - 1:
                 raise ValueError(f"got no expert after {highest}, wanted {num_experts} as in the model")
     except (ValueError, csv.Error) as error:
         raise ConfigurationError(f"{path}: line {line}: {error}; correct the file") from None
-    iterations, layers, devices = ([*dict.fromkeys(sorted(column))] for column in zip(*found, strict=True))
+    iterations, layers, devices = ([*dict.fromkeys(sorted(column))] for column in zip(*loads, strict=True))
     empty_E = np.zeros(num_experts, np.int32)
-    counts = [[[found.get((i, n, d), empty_E) for d in devices] for n in layers] for i in iterations]
+    counts = [[[loads.get((i, n, d), empty_E) for d in devices] for n in layers] for i in iterations]
     return RecordedLoads(np.array(counts).clip(min=0), np.array(iterations), np.array(layers))

@@ -49,7 +49,7 @@ class RecordedLoads:
         known = {name: getattr(self, name) for name in axes}
         return replace(
             self,
-            **{name: one.take(places, axes[name]) for name, one in known.items() if one is not None},
+            **{name: array.take(places, axes[name]) for name, array in known.items() if array is not None},
         )
 
     def of_whole_iterations(self) -> "RecordedLoads":

@@ -173,7 +173,7 @@ def _drop_from(path: Path, iteration: int) -> None:
 
 def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
     """Read the metrics of a run in the order of iterations, or raise a ConfigurationError."""
-    path, found = Path(record_dir) / METRICS_FILE, list[IterationMetrics]()
+    path, records = Path(record_dir) / METRICS_FILE, list[IterationMetrics]()
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
@@ -188,10 +188,10 @@ def read_metrics(record_dir: Path | str) -> list[IterationMetrics]:
                 f"{path}: line {number} is damaged or incomplete ({error}); delete this line or record the "
                 "run again"
             ) from None
-        while found and found[-1].iteration >= record.iteration:
-            found.pop()
-        found.append(record)
-    return found
+        while records and records[-1].iteration >= record.iteration:
+            records.pop()
+        records.append(record)
+    return records
 
 
 def last_metrics(path: Path) -> IterationMetrics | None:

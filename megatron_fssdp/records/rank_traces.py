@@ -59,8 +59,8 @@ class _Routed:
             raise ValueError(f"got top-{self.topk} on rank {self.rank}, wanted {wanted}")
         chosen = np.array(self.top_indices, np.int64).reshape(self.num_tokens, self.topk).ravel()
         if chosen.size and not 0 <= chosen.min() <= chosen.max() < model.num_experts:
-            found = f"{chosen.min()} to {chosen.max()}"
-            raise ValueError(f"got experts {found}, wanted 0 to {model.num_experts - 1} as in the model")
+            span = f"{chosen.min()} to {chosen.max()}"
+            raise ValueError(f"got experts {span}, wanted 0 to {model.num_experts - 1} as in the model")
         counts_E = np.bincount(chosen, minlength=model.num_experts)
         return self.step + 1, 1, counts_E, hash(chosen.tobytes())
 
@@ -157,14 +157,14 @@ def read_rank_traces(
 def _read(
     path: Path, rank: int, kind: type[_Routed | _Arrived], model: RoutedModel, most: int | None
 ) -> _Rank:
-    one, seen = _Rank(path), [0]
+    trace, seen = _Rank(path), [0]
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 record = parse_record(kind, line)
                 iteration, passes, counts_E, line_hash = record.counts_E(model, rank)
                 key, is_counted = (iteration, record.layer), record.block == "decoder"
-                is_second = is_counted and kind is _Arrived and key in one.passes
+                is_second = is_counted and kind is _Arrived and key in trace.passes
                 if iteration < seen[-1] or is_second:
                     raise ValueError(f"got iteration {iteration} after {seen[-1]}, wanted one run in a file")
             except (ValueError, OverflowError) as error:
@@ -176,11 +176,11 @@ def _read(
                 if most is not None and len(seen) > most + 1:
                     break
             if is_counted:
-                one.counts_E[key] = one.counts_E.get(key, 0) + counts_E
-                one.passes[key] += passes
+                trace.counts_E[key] = trace.counts_E.get(key, 0) + counts_E
+                trace.passes[key] += passes
                 if line_hash is not None:
-                    one.unpaired.setdefault(key, set()).symmetric_difference_update({line_hash})
-    return one
+                    trace.unpaired.setdefault(key, set()).symmetric_difference_update({line_hash})
+    return trace
 
 
 def _iterations(ranks: Sequence[_Rank]) -> tuple[list[int], list[int]]:
@@ -188,9 +188,9 @@ def _iterations(ranks: Sequence[_Rank]) -> tuple[list[int], list[int]]:
     numbers, passes = sorted({number for rank in ranks for number, _ in rank.passes}), dict[int, int]()
     for rank in ranks:
         for number in numbers:
-            found = {rank.passes[number, layer] for layer in rank.layers}
-            if found != {passes.setdefault(number, max(found))}:
-                words = f"{' and '.join(map(str, sorted(found)))} passes of layers in iteration {number}"
+            num_passes = {rank.passes[number, layer] for layer in rank.layers}
+            if num_passes != {passes.setdefault(number, max(num_passes))}:
+                words = f"{' and '.join(map(str, sorted(num_passes)))} passes of layers in iteration {number}"
                 raise ConfigurationError(
                     f"{rank.path}: got {words}, wanted {passes[number]}; lines vanish if tokens are "
                     "dropped or padded, or if a rank is killed: trace again, or read fewer iterations"

@@ -76,25 +76,25 @@ class RecordedRun:
         types, iterations and layers: ``loads.counts_ILDE``, ``loads.iterations``, ``placements.tokens_ILD``,
         ``micro_batch_loads.counts_IZLDE``.
         """
-        found: dict[str, NDArray[Any]] = {
+        arrays: dict[str, NDArray[Any]] = {
             "iterations": np.array([record.iteration for record in self.metrics]),
             "layers": np.array(self.layers, dtype=np.int64),
         }
         for name in _OF_ITERATIONS:
-            found[f"{name}_I"] = np.array([getattr(record, name) for record in self.metrics], float)
+            arrays[f"{name}_I"] = np.array([getattr(record, name) for record in self.metrics], float)
         for name in _OF_LAYERS:
             numbers = [[getattr(layer, name) for layer in record.layers] for record in self.metrics]
-            found[f"{name}_IL"] = np.array(numbers, float)
+            arrays[f"{name}_IL"] = np.array(numbers, float)
         for which in ("forward", "backward"):  # None where the parts of a layer's passes were not measured
             parts = [[getattr(layer, which) for layer in record.layers] for record in self.metrics]
             for field in fields(PassMetrics):
                 seconds = [[getattr(part, field.name, None) for part in record] for record in parts]
-                found[f"{which}_{field.name}_IL"] = np.array(seconds, float)
+                arrays[f"{which}_{field.name}_IL"] = np.array(seconds, float)
         for name in ("loads", "placements", "micro_batch_loads"):
             record = getattr(self, name)
-            arrays = {} if record is None else vars(record)
-            found |= {f"{name}.{array}": values for array, values in arrays.items() if values is not None}
-        return found
+            of_file = {} if record is None else vars(record)
+            arrays |= {f"{name}.{array}": values for array, values in of_file.items() if values is not None}
+        return arrays
 
     @property
     def iterations(self) -> NDArray[np.int64]:

@@ -33,9 +33,9 @@ def write_recorded_settings(record_dir: Path, run: RunConfig | None, strategy: M
     path = record_dir / SETTINGS_FILE
     if path.is_file() and path.read_bytes().startswith(RECORDED_RUN_HEADER.encode()):
         return False
-    data = {"strategy": dict(strategy)} if run is None else run.model_dump(mode="json")
+    settings = {"strategy": dict(strategy)} if run is None else run.model_dump(mode="json")
     with written_file(path, "record_dir") as partial:
-        partial.write_text(_HEADER + format_yaml(data), encoding="utf-8")
+        partial.write_text(_HEADER + format_yaml(settings), encoding="utf-8")
     return True
 
 
@@ -63,7 +63,7 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple
     A run without any settings counts as equal.
     """
     known = [given for given in settings if given]
-    found = {}
+    differing = {}
     for key in dict.fromkeys(key for given in known for key in given):
         # A missing key stands for Megatron's default, unless the whole section is unknown.
         section, _, argument = key.partition(".")
@@ -73,8 +73,8 @@ def differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, tuple
             given.get(key, default) for given in known if section in {name.split(".")[0] for name in given}
         ]
         if any(value != values[0] for value in values) and not (key == "data.path" and _is_same_data(values)):
-            found[key] = tuple(_text(given.get(key)) for given in settings)
-    return found
+            differing[key] = tuple(_text(given.get(key)) for given in settings)
+    return differing
 
 
 def loss_obstacle(settings: Sequence[Mapping[str, Any]]) -> str:

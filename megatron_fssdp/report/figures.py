@@ -91,7 +91,7 @@ def time_bars(title: str, parts_s: Mapping[str, Mapping[str, float]]) -> go.Figu
     figure.update_xaxes(rangemode="tozero", tickformat="~s", ticksuffix="s")
     figure.update_yaxes(autorange="reversed", type="category")
     for part, (name, colour) in TIME_PARTS.items():
-        values = [found.get(part, 0.0) for found in parts_s.values()]
+        values = [seconds.get(part, 0.0) for seconds in parts_s.values()]
         if any(values):
             form = f"%{{y}}: %{{x:.4s}}s<extra>{name}</extra>"
             bar = {"x": values, "y": list(parts_s), "marker_color": colour, "hovertemplate": form}
@@ -134,16 +134,16 @@ def heat_maps(
     """
     values_ICY = np.stack(list(maps.values()), axis=1)
     room = _MOST_CELLS // (values_ICY[0].size * num_figures)
-    x, found_BCY = binned(iterations_I, values_ICY, max(24, min(_MOST_COLUMNS, room)))
+    x, mean_BCY = binned(iterations_I, values_ICY, max(24, min(_MOST_COLUMNS, room)))
     num_columns, num_cells = min(len(maps), 2 if len(maps) <= 4 else 3), values_ICY.shape[2]
     num_rows, row_height = -(-len(maps) // num_columns), 210 if num_cells <= 32 else 240
     # The scale ignores the highest 0.1 %, so that a short peak does not make everything else pale.
-    highest = max(2.0, float(np.quantile(found_BCY, 0.999)))
+    highest = max(2.0, float(np.quantile(mean_BCY, 0.999)))
     even = 1 / highest
     over = even + 0.4 * (1 - even)
     scale = [(0.0, _IDLE), (0.55 * even, _UNDER), (even, _EVEN), (over, _OVER), (1.0, _CROWDED)]
     figure = px.imshow(
-        found_BCY.transpose(1, 2, 0),
+        mean_BCY.transpose(1, 2, 0),
         x=x,
         y=names,
         labels={"x": "iteration", "y": y_title, "color": unit},

@@ -42,14 +42,14 @@ def load_changes(counts_IZDE: np.ndarray, iterations_I: np.ndarray, slots: int, 
     """
     load_IZE, (num_devices, num_experts) = counts_IZDE.sum(axis=2), counts_IZDE.shape[2:]
     load_IE, is_used_IZ = load_IZE.sum(axis=1), load_IZE.any(axis=2)
-    found: list[Any] = list(np.quantile(plain_load(counts_IZDE)[is_used_IZ], (0.5, 0.99)))
-    found += [np.median(plain_load(counts_IZDE.sum(axis=1))), plain_load(counts_IZDE.sum(axis=(0, 1)))]
+    changes: list[Any] = list(np.quantile(plain_load(counts_IZDE)[is_used_IZ], (0.5, 0.99)))
+    changes += [np.median(plain_load(counts_IZDE.sum(axis=1))), plain_load(counts_IZDE.sum(axis=(0, 1)))]
     after_I = np.flatnonzero(np.diff(iterations_I) == 1) + 1
     after_P2 = np.argwhere(is_used_IZ[:, 1:] & is_used_IZ[:, :-1]) + np.array([0, 1])
     of_micro_batches = [(load_IZE[i, z], load_IZE[i, z - 1]) for i, z in evenly(after_P2, _MOST_PAIRS)]
     for pairs in (of_micro_batches, [(load_IE[i], load_IE[i - 1]) for i in evenly(after_I, _MOST_PAIRS)]):
-        alike = [one for pair in pairs if (one := load_similarity(*pair)) is not None]
-        found += [np.median(alike or np.nan), np.mean([has_jumped(*pair) for pair in pairs] or np.nan)]
+        alike = [similarity for pair in pairs if (similarity := load_similarity(*pair)) is not None]
+        changes += [np.median(alike or np.nan), np.mean([has_jumped(*pair) for pair in pairs] or np.nan)]
     owner_E, topology = even_owners(num_experts, num_devices), Topology.uniform(num_devices, 1)
     excess, left_N = 0.0, np.zeros(3)
     for i, z in evenly(after_P2[np.isin(after_P2[:, 0], after_I)], most):
@@ -58,7 +58,7 @@ def load_changes(counts_IZDE: np.ndarray, iterations_I: np.ndarray, slots: int, 
         for n, by_DE in enumerate((counts_IZDE[i - 1].sum(axis=0), counts_IZDE[i, z - 1], now_DE)):
             plan = plan_materialization(owner_E, by_DE, topology, overlap_degree=num_experts, slots=slots)
             left_N[n] += max_over_mean(plan_dispatch("exact", now_DE, plan, topology).device_tokens_D) - 1
-    return [*map(float, found), *(1 - left_N / excess if excess else np.full(3, np.nan))]
+    return [*map(float, changes), *(1 - left_N / excess if excess else np.full(3, np.nan))]
 
 
 def evenly(things: np.ndarray, most: int) -> np.ndarray:

@@ -44,16 +44,16 @@ def device_load_section(shown: Sequence[DeviceLoads], missing: Sequence[str] = (
         "Tokens of the busiest device, divided by the mean of all devices: 1 is even, and a layer takes "
     )
     sentence += "as long as its busiest device."
-    for one in shown:
-        x, is_plain = one.iterations, np.array_equal(one.before_IL, one.after_IL)
-        loads = {"plain EP": one.after_IL}
+    for run in shown:
+        x, is_plain = run.iterations, np.array_equal(run.before_IL, run.after_IL)
+        loads = {"plain EP": run.after_IL}
         if not is_plain:
-            loads = {"before (plain EP)": one.before_IL, "after": one.after_IL}
-            before_I = one.before_IL.mean(axis=1)
+            loads = {"before (plain EP)": run.before_IL, "after": run.after_IL}
+            before_I = run.before_IL.mean(axis=1)
             lines += [] if lines else [figures.Line("before (plain EP)", figures.GREY, x, before_I, "dash")]
-        lines.append(figures.Line(one.name, one.colour, x, one.after_IL.mean(axis=1)))
+        lines.append(figures.Line(run.name, run.colour, x, run.after_IL.mean(axis=1)))
         if len(shown) == 1 or not is_plain:
-            names, heading = list(map(str, one.layers)), f"{one.name}: every layer"
+            names, heading = list(map(str, run.layers)), f"{run.name}: every layer"
             maps.append(figures.heat_maps(heading, "layer", "max / mean", x, loads, names))
     figure = figures.device_loads("Busiest device, mean of layers", lines)
     return Section(title, sentence, [figure, *maps, *missing])
@@ -64,15 +64,15 @@ def expert_load_section(loads: Mapping[str, RecordedLoads], missing: Sequence[st
     maps: list[Part] = []
     notes = [*missing]
     shown: dict[str, NDArray[np.float64]] = {}
-    for name, one in loads.items():
-        tokens_ILE = one.of_whole_iterations().counts_ILDE.sum(axis=2, dtype=np.int64)
+    for name, recorded in loads.items():
+        tokens_ILE = recorded.of_whole_iterations().counts_ILDE.sum(axis=2, dtype=np.int64)
         load_ILE = tokens_ILE / np.maximum(tokens_ILE.mean(axis=2, keepdims=True), 1e-12)
-        if twin := next((other for other, seen in shown.items() if _is_same(seen, load_ILE)), ""):
+        if twin := next((earlier for earlier, seen in shown.items() if _is_same(seen, load_ILE)), ""):
             words = f"its loads differ from those of {twin} by less than {_SAME:.0%}"
             notes.append(f"{name} is not shown: {words}.")
         else:
             shown[name] = load_ILE
-            about = (name if len(loads) > 1 else "", "× even share", one.iterations, one.layers)
+            about = (name if len(loads) > 1 else "", "× even share", recorded.iterations, recorded.layers)
             maps.append(figures.expert_maps(*about, load_ILE, len(loads)))
     title = "Expert load over iterations"
     if not maps:
@@ -85,5 +85,5 @@ def expert_load_section(loads: Mapping[str, RecordedLoads], missing: Sequence[st
     return Section(title, sentence, [*maps, *notes])
 
 
-def _is_same(one_ILE: NDArray[np.float64], other_ILE: NDArray[np.float64]) -> bool:
-    return one_ILE.shape == other_ILE.shape and float(np.abs(one_ILE - other_ILE).mean()) < _SAME
+def _is_same(first_ILE: NDArray[np.float64], second_ILE: NDArray[np.float64]) -> bool:
+    return first_ILE.shape == second_ILE.shape and float(np.abs(first_ILE - second_ILE).mean()) < _SAME

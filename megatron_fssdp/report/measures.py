@@ -91,11 +91,11 @@ class Measure(NamedTuple):
 def comparison_table(runs: Sequence[ShownRun]) -> Table:
     """Return all figures of runs side by side, compared with the first; without losses of unlike runs."""
     first = runs[0].run
-    columns = [{found.label: found.text for found in measures_of(shown.run, first)} for shown in runs]
+    columns = [{measure.label: measure.text for measure in measures_of(shown.run, first)} for shown in runs]
     for column in columns if not_comparable(runs) else ():
         column.update({label: "not comparable" for label in column if label.startswith("tokens/s")})
     labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
-    rows = [(label, *(found.get(label, "–") for found in columns)) for label in labels]
+    rows = [(label, *(column.get(label, "–") for column in columns)) for label in labels]
     if losses_differ_because(runs):
         rows = [row for row in rows if not row[0].startswith("loss")]
     return Table(("", *(shown.name for shown in runs)), tuple(rows))
@@ -195,8 +195,8 @@ def largest_difference(first: RecordedRun, second: RecordedRun) -> float | None:
     _, at_first, at_second = np.intersect1d(first.iterations, second.iterations, return_indices=True)
     if not len(at_first):
         return None
-    one, other = first.losses[at_first], second.losses[at_second]
-    return float(np.max(np.abs(one - other) / np.maximum(np.abs(one), np.finfo(np.float64).tiny)))
+    a_I, b_I = first.losses[at_first], second.losses[at_second]
+    return float(np.max(np.abs(a_I - b_I) / np.maximum(np.abs(a_I), np.finfo(np.float64).tiny)))
 
 
 def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
@@ -223,13 +223,13 @@ def time_parts(run: RecordedRun) -> dict[str, NDArray[np.float64]]:
     inside = {part: share_I * seconds_I for part, seconds_I in inside.items()}
     left_I = np.where(recorded_I > 0, np.maximum(passes_I - share_I * total_I, 0.0), 0.0)
     has_parts_I = np.isfinite(run.arrays["forward_other_s_IL"]).any(axis=1)
-    found = {
+    parts = {
         "passes": np.where(has_parts_I, 0.0, left_I),
         "outside": np.where(has_parts_I, left_I, 0.0),
         **inside,
         "re-sharding": reshard_I,
     }
-    return {**found, "rest": np.maximum(whole_I - np.sum(list(found.values()), axis=0), 0.0)}
+    return {**parts, "rest": np.maximum(whole_I - np.sum(list(parts.values()), axis=0), 0.0)}
 
 
 def mean_parts_s(run: RecordedRun) -> dict[str, float]:

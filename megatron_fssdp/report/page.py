@@ -74,9 +74,9 @@ class Page:
         loader = PackageLoader("megatron_fssdp.report", ".")
         environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
         figures = [part for section in self.sections for part in section.parts if isinstance(part, go.Figure)]
-        data = f"[{','.join(figure.to_json(validate=False) for figure in figures)}]"
+        figures_json = f"[{','.join(figure.to_json(validate=False) for figure in figures)}]"
         return environment.get_template("page.html.j2").render(
-            page=self, figures=Markup(data.replace("<", "\\u003c")), plotly=Markup(get_plotlyjs())
+            page=self, figures=Markup(figures_json.replace("<", "\\u003c")), plotly=Markup(get_plotlyjs())
         )
 
     def write(self, path: Path) -> None:

@@ -28,8 +28,8 @@ def micro_batch_sections(runs: Sequence[ShownRun]) -> list[Section]:
         slots = int((placed.present_ILED & ~owned).sum(axis=2).max()) or 2
         most = min(50, -(-_MOST_SEARCHED // len(loads.layers)))
         for i, layer in enumerate(loads.layers):
-            found = load_changes(counts_IZLDE[:, :, i], x, slots, most)
-            cells = zip(found, LOAD_CHANGES.values(), strict=True)
+            changes = load_changes(counts_IZLDE[:, :, i], x, slots, most)
+            cells = zip(changes, LOAD_CHANGES.values(), strict=True)
             words = ("–" if np.isnan(number) else f"{number:{form}}" for number, form in cells)
             rows.append((f"{shown.name}, layer {layer}", *words))
     if not rows:
@@ -74,9 +74,9 @@ def placement_section(runs: Sequence[ShownRun]) -> Section:
     return Section(title, sentence, parts)
 
 
-def _selections(one: ShownRun) -> Iterator[tuple[str, ...]]:
+def _selections(shown: ShownRun) -> Iterator[tuple[str, ...]]:
     """Yield ``auto``'s changes: when, which layers, the new strategy, predicted and seen gain."""
-    records = one.run.metrics
+    records = shown.run.metrics
     changes = [i for i, record in enumerate(records) if any(made.changed for made in record.selections)]
     for before, here, after in zip([0, *changes], changes, [*changes[1:], len(records)], strict=False):
         # The first iteration after a change allocates memory and fills caches.
@@ -89,7 +89,7 @@ def _selections(one: ShownRun) -> Iterator[tuple[str, ...]]:
             if made.changed:
                 chosen = {layer.strategy or "–": 0 for layer in record.layers if layer.layer in made.changed}
                 yield (
-                    f"{one.name}, iteration {record.iteration:,}",
+                    f"{shown.name}, iteration {record.iteration:,}",
                     ", ".join(map(str, made.changed)),
                     ", ".join(chosen),
                     _gain(made.predicted_s, before_s),

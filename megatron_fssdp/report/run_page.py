@@ -63,12 +63,12 @@ def run_page(runs: Sequence[ShownRun]) -> Page:
     )
 
 
-def _sizes(one: ShownRun) -> str:
-    words = [progress_of(one.run)]
-    if one.run.layers:
-        words.append(counted(len(one.run.layers), "MoE layer"))
-    if one.run.loads is not None:
-        _, _, num_devices, num_experts = one.run.loads.counts_ILDE.shape
+def _sizes(shown: ShownRun) -> str:
+    words = [progress_of(shown.run)]
+    if shown.run.layers:
+        words.append(counted(len(shown.run.layers), "MoE layer"))
+    if shown.run.loads is not None:
+        _, _, num_devices, num_experts = shown.run.loads.counts_ILDE.shape
         words += [counted(num_experts, "expert"), counted(num_devices, "device")]
     return ", ".join(words)
 
@@ -128,7 +128,7 @@ def _time_section(runs: Sequence[ShownRun]) -> Section:
     ]
     if len(runs) == 1:
         parts_s, x = measures.time_parts(runs[0].run), runs[0].run.iterations
-        lines = [Line(*TIME_PARTS[part], x, found_I) for part, found_I in parts_s.items() if found_I.any()]
+        lines = [Line(*TIME_PARTS[part], x, part_s_I) for part, part_s_I in parts_s.items() if part_s_I.any()]
     figure = curves("Every iteration", "seconds", lines, ".4g", 280, stacked=len(runs) == 1)
     bars = {shown.name: mean_parts_s(shown.run) for shown in runs}
     parts: list[Part] = [
@@ -198,7 +198,7 @@ def headline_of(runs: Sequence[ShownRun]) -> str:
         most = None if len(runs) <= _MOST_EXPLAINED else 1
         clauses = [_against(first, shown, most, with_speed=not reason) for shown in runs[1:]]
         differences = [largest_difference(first.run, shown.run) for shown in runs[1:]]
-        known = [found for found in differences if found is not None and np.isfinite(found)]
+        known = [largest for largest in differences if largest is not None and np.isfinite(largest)]
         if obstacle := losses_differ_because(runs):
             clauses.append(f"losses are not compared, because the runs have {obstacle}")
         elif known:
@@ -208,15 +208,15 @@ def headline_of(runs: Sequence[ShownRun]) -> str:
     return "; ".join(clauses) + "."
 
 
-def _against(first: ShownRun, one: ShownRun, most: int | None, *, with_speed: bool) -> str:
+def _against(first: ShownRun, shown: ShownRun, most: int | None, *, with_speed: bool) -> str:
     """Compare a run with the first, with at most so many clauses on its loads."""
-    clauses = _clauses(one.run)[:most]
+    clauses = _clauses(shown.run)[:most]
     if not with_speed:
-        return f"{one.name}: {'; '.join(clauses) or progress_of(one.run)}"
-    low, median, high = measures.speed_of(one.run)
+        return f"{shown.name}: {'; '.join(clauses) or progress_of(shown.run)}"
+    low, median, high = measures.speed_of(shown.run)
     plain_low, plain_median, plain_high = measures.speed_of(first.run)
-    words = f"{one.name} {median / plain_median:.2f} × {first.name}"
-    if 1 in (len(first.run.metrics), len(one.run.metrics)):
+    words = f"{shown.name} {median / plain_median:.2f} × {first.name}"
+    if 1 in (len(first.run.metrics), len(shown.run.metrics)):
         words += " (a single iteration, which also allocates, says little)"
     elif max(low, plain_low) <= min(high, plain_high):
         words += " (no clear difference: the quartiles overlap)"

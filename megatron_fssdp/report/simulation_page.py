@@ -125,9 +125,12 @@ def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
             for i, (name, values_I) in enumerate(values.items())
         ]
 
-    seconds = lines({name: one.iteration_s for name, one in outcomes.items()})
-    loads = lines({name: one.load_max_over_mean_IL.mean(axis=1) for name, one in outcomes.items()})
-    moved = {name: job.expert_bytes * one.of_layers("gathered").sum(axis=1) for name, one in outcomes.items()}
+    seconds = lines({name: outcome.iteration_s for name, outcome in outcomes.items()})
+    loads = lines({name: outcome.load_max_over_mean_IL.mean(axis=1) for name, outcome in outcomes.items()})
+    moved = {
+        name: job.expert_bytes * outcome.of_layers("gathered").sum(axis=1)
+        for name, outcome in outcomes.items()
+    }
     times = figures.curves("Time", "simulated seconds", seconds, ".4s")
     times.add_hline(y=report.ideal.mean_s, **_IDEAL_LINE)
     parts = [times, figures.device_loads("Busiest device, mean of layers", loads)]
@@ -168,8 +171,8 @@ def _memory_section(report: SimulationReport) -> Section:
 
 
 def _assumptions_section(cluster: ClusterDescription) -> Section:
-    data = flat_settings(cluster.model_dump(exclude={"name", "sources"}, exclude_none=True))
-    rows = tuple((key, f"{value:,.6g}") for key, value in data.items())
+    values = flat_settings(cluster.model_dump(exclude={"name", "sources"}, exclude_none=True))
+    rows = tuple((key, f"{value:,.6g}") for key, value in values.items())
     sources = [f"{key}: {source.rstrip('.')}." for key, source in cluster.sources.items()]
     sentence = (
         "The results are as good as these figures of the cluster. Their source is the paper, the data sheet "

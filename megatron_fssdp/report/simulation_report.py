@@ -171,7 +171,7 @@ def write_report(report: SimulationReport, folder: Path) -> None:
                 "iteration_s": outcome.iteration_s,
                 **{column_name(part): seconds_I for part, seconds_I in outcome.parts_s.items()},
                 "load_max_over_mean": outcome.load_max_over_mean_IL.mean(axis=1),
-                **{name: outcome.of_layers(found).sum(axis=1) for name, found in _COUNTS.items()},
+                **{name: outcome.of_layers(field).sum(axis=1) for name, field in _COUNTS.items()},
                 "resharded_experts": outcome.moved_I,
             }
             if number == 0:
