@@ -106,9 +106,9 @@ def masked_loss(
     if order_logits is not None:
         parts["sop loss"] = cross_entropy(order_logits.view(-1, 2).float(), batch["is_random"].view(-1))
     refuse_bad_losses(parts)
-    one = torch.ones_like(words)
+    count = torch.ones_like(words)
     return sum(parts.values(), torch.zeros_like(words)), {
-        name: torch.stack([part.detach(), one]) for name, part in parts.items()
+        name: torch.stack([part.detach(), count]) for name, part in parts.items()
     }
 
 

@@ -37,11 +37,11 @@ def built_datasets(
 def refuse_bad_losses(losses: Mapping[str, torch.Tensor]) -> None:
     """Let Megatron's rerun machine refuse losses that are not finite, if its arguments ask for that."""
     for name, loss in losses.items() if get_args().check_for_nan_in_loss_and_grad else ():
-        for is_bad, what in ((torch.isnan, "NaN"), (torch.isinf, "infinite")):
+        for is_bad, kind in ((torch.isnan, "NaN"), (torch.isinf, "infinite")):
             get_rerun_state_machine().validate_result(
                 result=loss,
                 rejection_func=is_bad,
-                message=f"the {name} of a micro-batch is {what}",
+                message=f"the {name} of a micro-batch is {kind}",
                 tolerance=0.0,
                 fatal=True,
             )

@@ -142,7 +142,7 @@ class LayerPrices:
         dense, num_chunks = self._dense, len(self.job.stage.layers_of_chunk)
         return IterationRecord(
             micro_batches=[
-                [self._known_layer(number, index, one, times) for index, one in enumerate(layers)]
+                [self._known_layer(number, index, decision, times) for index, decision in enumerate(layers)]
                 for number, layers in enumerate(decided.micro_batches)
             ],
             num_micro_batches=self.job.num_micro_batches,
@@ -225,12 +225,12 @@ class LayerPrices:
         reduce_times, num_reductions = self._transfer(replicas, reduced_bytes)
         # How often weights are gathered again before a backward pass, and how often a layer is planned.
         again = times if life is ReplicaLife.LAYER_PASS else 0
-        each = times if life is ReplicaLife.MICRO_BATCH else once
-        posted = (again or once) * num_gathers + again * num_regathers + each * num_additions
-        posted += (again or each) * reductions * num_reductions
+        num_plans = times if life is ReplicaLife.MICRO_BATCH else once
+        posted = (again or once) * num_gathers + again * num_regathers + num_plans * num_additions
+        posted += (again or num_plans) * reductions * num_reductions
         runs = 1 + (layer in job.recomputed)
         if life is ReplicaLife.MICRO_BATCH:
-            posted += (runs - 1) * each * num_additions
+            posted += (runs - 1) * num_plans * num_additions
         each_plan_s = first_plan_s = 0.0
         if planned.each_micro_batch:
             each_plan_s = self.host.dispatch_s + self.host.after_gate_s

@@ -54,10 +54,10 @@ def stages_of(run: RunConfig, *, as_one: bool = False) -> list[StageLayers]:
     if num_stages > 1:
         layout = values.get("pipeline_model_parallel_layout")
         rows = _even_rows(values, num_layers, num_stages) if layout is None else _layout_rows(layout)
-        found = sum(map(len, rows))
-        if found != num_layers or len(rows) % num_stages:
+        num_given = sum(map(len, rows))
+        if num_given != num_layers or len(rows) % num_stages:
             raise ConfigurationError(
-                f"simulate: parallelism.pipeline_model_parallel_layout has {found} layers in {len(rows)} "
+                f"simulate: parallelism.pipeline_model_parallel_layout has {num_given} layers in {len(rows)} "
                 f"parts, wanted {num_layers} in a multiple of {num_stages}; change it"
             )
     most, at_once = 0, 1
@@ -84,7 +84,7 @@ def _layout_rows(layout: str) -> list[list[int]]:
     """Layers of each part of a layout in Megatron's notation, such as ``Et|(tt|)*2tL``."""
     layout = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        layout = re.sub(repeated, lambda found: found[1] * int(found[2]), layout)
+        layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout)
     layers = count()
     return [[*islice(layers, part.count("t"))] for part in layout.split("|")]
 
@@ -100,10 +100,10 @@ def _even_rows(values: Mapping[str, Any], num_layers: int, num_stages: int) -> l
         if values.get(f"decoder_{end}_pipeline_num_layers") is not None
     }
     others = max(num_stages - len(given), 1)
-    each = (len(items) - sum(given.values())) // others
+    share = (len(items) - sum(given.values())) // others
     of_chunk = values.get("num_layers_per_virtual_pipeline_stage")
-    num_chunks = each // of_chunk if of_chunk else values.get("num_virtual_stages_per_pipeline_rank") or 1
-    sizes = [given.get(stage, each) for stage in range(num_stages)]
+    num_chunks = share // of_chunk if of_chunk else values.get("num_virtual_stages_per_pipeline_rank") or 1
+    sizes = [given.get(stage, share) for stage in range(num_stages)]
     if sum(sizes) != len(items) or min(sizes) < 0 or any(size % num_chunks for size in sizes):
         chunks = f" of {num_chunks} chunks each" if num_chunks > 1 else ""
         raise ConfigurationError(

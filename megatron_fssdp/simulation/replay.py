@@ -142,8 +142,8 @@ def replay_strategy(
                 # The first micro-batch corrects a plan for the iteration.
                 if planned.each_micro_batch or number == 0:
                     served = times if planned.each_micro_batch else num_micro_batches
-                    one_DE = counts_DE if times == 1 else counts_DE // times
-                    plan = plan_after_gate(strategy, context, one_DE, planned, served)
+                    batch_DE = counts_DE if times == 1 else counts_DE // times
+                    plan = plan_after_gate(strategy, context, batch_DE, planned, served)
                     if on_plan is not None:
                         on_plan(iteration, layer, plan)
                 layers.append(LayerDecision(planned, plan, counts_DE))
@@ -163,7 +163,7 @@ def _remember(history: LoadHistory, micro_batches: Sequence[np.ndarray] | np.nda
     """Add an iteration of micro-batches with these counts, int64 ``[D, E]`` each, as the runtime does."""
     counts_DE = np.sum(micro_batches, axis=0) if len(micro_batches) > 1 else micro_batches[0]
     if counts_DE.any():
-        history.append(counts_DE, [partial(np.asarray, one_DE) for one_DE in micro_batches])
+        history.append(counts_DE, [partial(np.asarray, batch_DE) for batch_DE in micro_batches])
 
 
 def warm_up_iterations(strategy: Strategy, num_iterations: int) -> int:

@@ -120,10 +120,10 @@ class StrategyOutcome:
 
     def spans(self, iteration: int) -> list[tuple[str, str, float, float]]:
         """The spans of one iteration as (lane, name, begin, end), with times in seconds."""
-        found: list[tuple[str, str, float, float]] = []
-        lanes = Lanes(lambda *span: found.append(span))
+        spans: list[tuple[str, str, float, float]] = []
+        lanes = Lanes(lambda *span: spans.append(span))
         lanes.run_iteration(self.iterations[iteration])
-        return found
+        return spans
 
 
 def simulate(
@@ -206,8 +206,8 @@ def checked_strategy(
         if job.num_peers > 1 and strategy.travel.smart_schedule:
             raise ValueError("smart_schedule needs whole experts; use expert_tensor_parallel_size 1")
         if job.choices is not None and job.choices.is_fused and is_ours:
-            what = "moe_token_dispatcher_type flex sends the tokens itself"
-            raise ValueError(f"{what}; remove exchange and smart_schedule")
+            reason = "moe_token_dispatcher_type flex sends the tokens itself"
+            raise ValueError(f"{reason}; remove exchange and smart_schedule")
     except ValueError as error:
         raise ValueError(f"strategy {name}: {error}") from None
     return strategy

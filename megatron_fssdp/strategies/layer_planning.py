@@ -115,9 +115,9 @@ def _travelling(plan: LayerPlan, in_steps: bool, deduplicated: bool) -> LayerPla
 def _check(strategy: Strategy, context: LayerContext, plan: LayerPlan) -> None:
     """Refuse what is no plan, and a plan that the strategy's declared abilities do not cover."""
     name, life = type(strategy).__name__, strategy.replica_life
-    what = f"layer {context.layer}: {name} of package {strategy.package}"
+    source = f"layer {context.layer}: {name} of package {strategy.package}"
     if not isinstance(plan, LayerPlan):
-        raise ConfigurationError(f"{what}: got {plan!r:.80}, wanted a LayerPlan; correct the strategy")
+        raise ConfigurationError(f"{source}: got {plan!r:.80}, wanted a LayerPlan; correct the strategy")
     if not len(plan.transfer.table):
         return
     if not strategy.may_replicate(context.layer):
@@ -129,7 +129,7 @@ def _check(strategy: Strategy, context: LayerContext, plan: LayerPlan) -> None:
     else:
         return
     raise ConfigurationError(
-        f"{what}: got a plan with {plan.placement.num_replicas} replicas, wanted {wanted}: change the plan "
+        f"{source}: got a plan with {plan.placement.num_replicas} replicas, wanted {wanted}: change the plan "
         "or declare the ability"
     )
 

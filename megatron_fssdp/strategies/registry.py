@@ -20,7 +20,7 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
     entry = STRATEGIES[name]
     if entry.strategy is None:
         raise KeyError(name)
-    what = f"strategy {name} of package {entry.package}"
+    subject = f"strategy {name} of package {entry.package}"
     make: Any = entry.strategy
     try:
         if isinstance(make, str):
@@ -32,22 +32,22 @@ def build_strategy(name: str, settings: StrategySettings) -> Strategy:
         if entry.package == SHIPPED:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigurationError(f"{what} cannot be built: {reason}; update the package") from error
+        raise ConfigurationError(f"{subject} cannot be built: {reason}; update the package") from error
     kind = type(strategy).__name__
     if not isinstance(strategy, Strategy):
         raise ConfigurationError(
-            f"{what}: got {kind}, wanted a megatron_fssdp.strategies.strategy.Strategy; derive the class "
+            f"{subject}: got {kind}, wanted a megatron_fssdp.strategies.strategy.Strategy; derive the class "
             "from it"
         )
     for ability, base in (("moves_owners", MovesOwners), ("resident_slots", ResidentReplicas)):
         if getattr(strategy, ability) and not isinstance(strategy, base):
             raise ConfigurationError(
-                f"{what}: got {ability} without its methods, wanted a subclass of {base.__name__}; derive "
+                f"{subject}: got {ability} without its methods, wanted a subclass of {base.__name__}; derive "
                 f"{kind} from it"
             )
     if strategy.selects and entry.package != SHIPPED:
         raise ConfigurationError(
-            f"{what}: got selects, wanted a strategy of its own; only auto selects others"
+            f"{subject}: got selects, wanted a strategy of its own; only auto selects others"
         )
     strategy.package = entry.package
     return strategy

@@ -242,11 +242,11 @@ class ReplicasAfterGate[Settings: SlotKeys](MeasuredReplicas[Settings]):
 
 
 @contextmanager
-def mistakes_named(strategy: Strategy, what: str) -> Iterator[None]:
+def mistakes_named(strategy: Strategy, call: str) -> Iterator[None]:
     """Turn an exception of another package's strategy into one line that names the package.
 
     Raises:
-        ConfigurationError: The strategy raised an exception when it was asked ``what``.
+        ConfigurationError: The strategy raised an exception in ``call``.
     """
     try:
         yield
@@ -255,6 +255,6 @@ def mistakes_named(strategy: Strategy, what: str) -> Iterator[None]:
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigurationError(
-            f"{type(strategy).__name__} of package {strategy.package} failed in {what}: {reason}; correct "
+            f"{type(strategy).__name__} of package {strategy.package} failed in {call}: {reason}; correct "
             "the strategy, or use another one"
         ) from error

@@ -89,13 +89,13 @@ def eplb_slots(
         num_groups = num_nodes = 1
     loads_E, devices = np.asarray(load_E, np.float32), num_devices // num_nodes
     experts_of_group = np.arange(len(loads_E)).reshape(num_groups, -1)
-    found = []
+    expert_DU = []
     for groups in _packed(loads_E[experts_of_group].sum(axis=1), num_nodes):
         expert_E = experts_of_group[groups].ravel()
         copy_P = _copied(loads_E[expert_E], devices * slots)
-        each_E = loads_E[expert_E] / np.bincount(copy_P).astype(np.float32)
-        found += [expert_E[copy_P[items]] for items in _packed(each_E[copy_P], devices)]
-    return np.stack(found)
+        per_copy_E = loads_E[expert_E] / np.bincount(copy_P).astype(np.float32)
+        expert_DU += [expert_E[copy_P[items]] for items in _packed(per_copy_E[copy_P], devices)]
+    return np.stack(expert_DU)
 
 
 def _packed(weight_P: np.ndarray, num_bins: int) -> np.ndarray:

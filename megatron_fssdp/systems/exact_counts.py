@@ -64,9 +64,9 @@ def quotas_in_nodes(owner_E: np.ndarray, load_E: np.ndarray, topology: Topology,
         low, high = int(np.ceil(1.01 * load_D.mean())), int(load_D.max())
         ceiling = low
         while low < high:
-            found_ED = _below(ceiling, plain_ED, owner_E, devices, slots)
-            low, high = (ceiling + 1, high) if found_ED is None else (low, ceiling)
-            tokens_ED = tokens_ED if found_ED is None else found_ED
+            fitting_ED = _below(ceiling, plain_ED, owner_E, devices, slots)
+            low, high = (ceiling + 1, high) if fitting_ED is None else (low, ceiling)
+            tokens_ED = tokens_ED if fitting_ED is None else fitting_ED
             if high - low < 0.01 * load_D.mean():
                 break
             ceiling = (low + high) // 2

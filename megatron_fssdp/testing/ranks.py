@@ -100,16 +100,16 @@ def run_ranks(
 def _failures(job: _Job, exit_codes: dict[int, int]) -> tuple[list[int], list[str]]:
     """Return the ranks that failed, and what happened to them, the likely cause first."""
     returned = [(job.folder / f"{rank}.result").exists() for rank in range(job.world_size)]
-    found = []
+    failures = []
     for rank, code in exit_codes.items():
         if code or not returned[rank]:
             end = f"was ended by signal {-code}" if code < 0 else f"exited with code {code} without a result"
             file = job.folder / f"{rank}.failure"
             # A rank that died is a likelier cause than the earliest exception.
             time_s, end = pickle.loads(file.read_bytes()) if file.exists() else (0.0, end)
-            found.append((time_s, rank, f"rank {rank} {end}"))
-    found.sort()
-    ranks, texts = [rank for _, rank, _ in found], [text for *_, text in found]
+            failures.append((time_s, rank, f"rank {rank} {end}"))
+    failures.sort()
+    ranks, texts = [rank for _, rank, _ in failures], [text for *_, text in failures]
     unfinished = [rank for rank in range(job.world_size) if rank not in exit_codes]
     if unfinished and not any(exit_codes.values()):
         # Ranks that have returned a result only wait for the others.

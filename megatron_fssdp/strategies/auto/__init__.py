@@ -73,12 +73,12 @@ class AutoSettings(ExchangeKeys):
     @property
     def candidates(self) -> dict[str, PlacementSettings]:
         """Settings of all candidates by name. ``ep`` is the first."""
-        found: dict[str, PlacementSettings] = {"ep": EpSettings()}
+        candidates: dict[str, PlacementSettings] = {"ep": EpSettings()}
         for name, model in self.candidate_settings.items():
             given: bool | PlacementSettings = getattr(self, name)
             if given is not False:
-                found[name] = model() if given is True else given
-        return found
+                candidates[name] = model() if given is True else given
+        return candidates
 
 
 ENTRY = shipped(AutoSettings, "auto.auto_strategy:build_auto", "#8C564B", is_ranked=False)

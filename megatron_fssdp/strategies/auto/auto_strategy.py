@@ -48,7 +48,7 @@ class SelectionReport:
     def describe(self) -> str:
         """A line for the log: which strategies are selected now."""
         selected = ", ".join(
-            f"{name} in {_numbers([layer for layer, one in self.selected.items() if one == name])}"
+            f"{name} in {_numbers([layer for layer, chosen in self.selected.items() if chosen == name])}"
             for name in dict.fromkeys(self.selected.values())
         )
         if not self.changes:

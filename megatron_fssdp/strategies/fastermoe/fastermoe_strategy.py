@@ -36,8 +36,8 @@ class ShadowingCosts:
         token four times (with the bytes of a number) and divides the transfers of a shadow by the number of
         devices.
         """
-        each = self.expert_bytes / num_devices
-        return replace(self, flops_per_token=4 * self.flops_per_token, expert_bytes=each)
+        part_bytes = self.expert_bytes / num_devices
+        return replace(self, flops_per_token=4 * self.flops_per_token, expert_bytes=part_bytes)
 
     def latency_s(self, num_tokens: float, num_shadowed: int, num_exchanged: float) -> float:
         """Seconds of a layer, forward and backward: Eq. 7 without shadows, Eq. 8 without an exchange.

@@ -108,14 +108,14 @@ def _expansions(
     if max_over_mean(load_D) <= FLEXMOE_THRESHOLD:
         return
     devices = np.argsort(load_D, kind="stable")
-    each_E = counts_DE.sum(axis=0) / np.count_nonzero(present_ED, axis=1)
-    for expert in np.argsort(-each_E, kind="stable")[:TRIED].tolist():
+    per_replica_E = counts_DE.sum(axis=0) / np.count_nonzero(present_ED, axis=1)
+    for expert in np.argsort(-per_replica_E, kind="stable")[:TRIED].tolist():
         for device in devices[~present_ED[expert, devices]][:TRIED].tolist():
             grown_ED = present_ED.copy()
             grown_ED[expert, device] = True
             replicas = np.flatnonzero(present_ED[:, device] & (owner_E != device))
             if len(replicas) >= slots:
-                grown_ED[replicas[np.argmin(each_E[replicas])], device] = False
+                grown_ED[replicas[np.argmin(per_replica_E[replicas])], device] = False
             yield ExpertPlacement(owner_E, grown_ED)
 
 
@@ -131,8 +131,8 @@ def _migrations(
         for device in holders:
             if device == placement.owner_E[expert] or per_node_N[node_D[device]] > 1:
                 continue
-            for other in np.flatnonzero((room_D > 0) & ~placement.present_ED[expert]).tolist():
-                if other != device and per_node_N[node_D[other]]:
+            for target in np.flatnonzero((room_D > 0) & ~placement.present_ED[expert]).tolist():
+                if target != device and per_node_N[node_D[target]]:
                     moved_ED = placement.present_ED.copy()
-                    moved_ED[expert, device], moved_ED[expert, other] = False, True
+                    moved_ED[expert, device], moved_ED[expert, target] = False, True
                     yield ExpertPlacement(placement.owner_E, moved_ED)

@@ -82,8 +82,8 @@ def corrected(
         *(context.owner_E, counts_DE, context.topology, context.costs), life=plan.life, hides=False
     )
     start = plan.placement if plan.placement.replicas_per_device_D.max() <= slots else None
-    found, _ = search.best_placement(slots=slots, most_replicated=context.num_experts, start=start)
-    new = replace(plan.placed(found, context), corrects=False)
+    placement, _ = search.best_placement(slots=slots, most_replicated=context.num_experts, start=start)
+    new = replace(plan.placed(placement, context), corrects=False)
     new_s = plan_price(new, counts_DE, context, num_micro_batches=times, planned=plan).seconds
     return new if new_s < planned_s else plan
 
@@ -107,8 +107,8 @@ def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext
             life=ReplicaLife.MICRO_BATCH,
             hides=False,
         )
-        found, _ = search.best_placement(slots=slots, most_replicated=context.num_experts)
-        by_search = plan.placed(found, context)
+        placement, _ = search.best_placement(slots=slots, most_replicated=context.num_experts)
+        by_search = plan.placed(placement, context)
         # The exact shares of these counts as quotas need no other gather of counts.
         exact = replace(by_search, dispatch_policy="exact").dispatch(counts_DE, topology)
         plans += [by_search, replace(by_search, tokens_ED=exact.whole_tokens_ED)]
@@ -166,7 +166,7 @@ class SourceChoice:
         saved_S = -np.array([0.0, first_s, times * (_counting_s(context) + search_s(context))])
         forecast_E = forecast_DE.sum(axis=0)
         alike = (load_similarity(counts_DE.sum(axis=0), forecast_E) for counts_DE in counts)
-        is_known = is_even or all(found is None or found >= ALIKE for found in alike)
+        is_known = is_even or all(similarity is None or similarity >= ALIKE for similarity in alike)
         if not is_known or SOURCES[self._chosen] == "each":
             compared_s = (1 + len(counts)) * search_s(context) / context.num_devices
             if (history.num_seen + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):
@@ -177,12 +177,12 @@ class SourceChoice:
                 gains_S[1] = past_s - _mean_s([first] * len(counts), counts, context, planned=past)
             if num := slots("each"):
                 plain = replace(context.owners_only, each_micro_batch=True, gather_ahead=past.gather_ahead)
-                plans = [of_micro_batch(plain, one_DE // times, context, slots=num) for one_DE in counts]
+                plans = [of_micro_batch(plain, batch_DE // times, context, slots=num) for batch_DE in counts]
                 gains_S[2] = past_s - _mean_s(plans, counts, context)
             saved_S = saved_S + gains_S
         self._saved.append((past_s, saved_S))
-        least_s = LEAST_GAIN * sum(one_s for one_s, _ in self._saved)
-        all_S = sum(one_S for _, one_S in self._saved) - least_s * np.arange(len(SOURCES))
+        least_s = LEAST_GAIN * sum(past_s for past_s, _ in self._saved)
+        all_S = sum(saved_S for _, saved_S in self._saved) - least_s * np.arange(len(SOURCES))
         all_S[self._chosen] += least_s / 2  # So layers do not change to and fro.
         self._chosen = int(np.argmax(all_S))
 

@@ -154,8 +154,8 @@ class FssdpStrategy(MeasuredReplicas[FssdpSettings], MovesOwners[FssdpSettings])
             return corrected(plan, counts_DE, context, slots=slots, times=times)
         if context.profile is None:
             return plan
-        found = calibration_candidates(plan.placement, counts_DE, context.topology, **self._limits(context))
-        plans = [plan, *(replace(plan.placed(one, context), corrects=False) for one in found)]
+        grown = calibration_candidates(plan.placement, counts_DE, context.topology, **self._limits(context))
+        plans = [plan, *(replace(plan.placed(placement, context), corrects=False) for placement in grown)]
         return fastest(plans, times * counts_DE, context, times, planned=plan)
 
     def _slots_of(self, context: LayerContext, plan: LayerPlan, source: PlanSource) -> int:
@@ -234,6 +234,6 @@ def with_cheaper_shares(plan: LayerPlan, context: LayerContext, history: LoadHis
         return plan
     exact, counts = replace(plan, dispatch_policy="exact"), history.iterations_like(MOST_PRICED)
     even_s, exact_s = (
-        sum(plan_price(one, counts_DE, context).seconds for counts_DE in counts) for one in (plan, exact)
+        sum(plan_price(tried, counts_DE, context).seconds for counts_DE in counts) for tried in (plan, exact)
     )
     return exact if exact_s < (1 - LEAST_SAVING) * even_s else plan

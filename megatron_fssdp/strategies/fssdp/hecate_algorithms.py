@@ -108,14 +108,14 @@ def calibration_candidates(
     )
     missing_ED = wanted.present_ED & ~planned.present_ED
     left_D = slots - planned.replicas_per_device_D
-    present_ED, found = planned.present_ED.copy(), []
+    present_ED, candidates = planned.present_ED.copy(), []
     for expert in np.argsort(-load_E, kind="stable").tolist():
         devices = np.flatnonzero(missing_ED[expert] & (left_D > 0))
         if devices.size:
             left_D[devices] -= 1
             present_ED[expert, devices] = True
-            found.append(ExpertPlacement(planned.owner_E, present_ED))
-    return [found[number - 1] for number in doubling(len(found))]
+            candidates.append(ExpertPlacement(planned.owner_E, present_ED))
+    return [candidates[number - 1] for number in doubling(len(candidates))]
 
 
 def heterogeneous_sharding(

@@ -112,7 +112,7 @@ def greedy_placements(
     fewest_first_ED = np.argsort(inputs_ED, axis=1, kind="stable")
     layer = tuple(memoryview(np.array(array)) for array in (owner, load_E, inputs_ED, fewest_first_ED))
     slots = min(slots, num_experts)
-    found = []
+    placements = []
     for number in left_out:
         # More steps would take longer than no replicas even if they left no all-to-all and level loads.
         steps = np.arange(1, num_experts + 1)
@@ -129,13 +129,13 @@ def greedy_placements(
         )
         after = after[:num_steps]
         step_s = model.layer_s(after[:, 1], after[:, 2], steps[: len(after)], number)
-        found.append(plain)
+        placements.append(plain)
         if len(after) and step_s.min() < plain_s:
             expert_P, device_P = replicas[: after[step_s.argmin(), 0]].T
             present_ED = plain.present_ED.copy()
             present_ED[expert_P, device_P] = True
-            found[-1] = ExpertPlacement(owner, present_ED)
-    return found
+            placements[-1] = ExpertPlacement(owner, present_ED)
+    return placements
 
 
 PROPHET_BALANCE = 0.5
@@ -164,12 +164,12 @@ class ProphetStrategy(MeasuredReplicas[ProphetSettings]):
     def _planned(self, context: LayerContext, counts_DE: np.ndarray) -> LayerPlan:
         most, left_out = context.num_devices - 1, self.settings.left_out
         cases = [0, *doubling(most)] if left_out is None else [min(left_out, most)]
-        found = greedy_placements(
+        placements = greedy_placements(
             *(context.owner_E, counts_DE, self._model(context), cases),
             balance=PROPHET_BALANCE,
             slots=self.slots(context),
         )
-        plans = [self._plan_of(placement, counts_DE, context) for placement in found]
+        plans = [self._plan_of(placement, counts_DE, context) for placement in placements]
         if left_out is not None:
             return plans[0]
         # By Eq. 4, an expert with fewer replicas costs less, but a link between nodes carries it only once.
