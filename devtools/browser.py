@@ -73,15 +73,15 @@ class Browser:
                 return dict(answer["result"])
             self._note(answer.get("method", ""), answer.get("params", {}))
 
-    def _note(self, event: str, found: dict[str, Any]) -> None:
-        if event == "Runtime.consoleAPICalled" and found["type"] in ("warning", "error", "assert"):
-            words = [str(one.get("value", one.get("description", ""))) for one in found["args"]]
-            self.console.append(f"{found['type']}: {' '.join(words)}")
+    def _note(self, event: str, params: dict[str, Any]) -> None:
+        if event == "Runtime.consoleAPICalled" and params["type"] in ("warning", "error", "assert"):
+            words = [str(arg.get("value", arg.get("description", ""))) for arg in params["args"]]
+            self.console.append(f"{params['type']}: {' '.join(words)}")
         elif event == "Runtime.exceptionThrown":
-            details = found["exceptionDetails"]
+            details = params["exceptionDetails"]
             self.console.append(str(details.get("exception", {}).get("description", details["text"])))
-        elif event == "Log.entryAdded" and found["entry"]["level"] in ("warning", "error"):
-            self.console.append(f"{found['entry']['level']}: {found['entry']['text']}")
+        elif event == "Log.entryAdded" and params["entry"]["level"] in ("warning", "error"):
+            self.console.append(f"{params['entry']['level']}: {params['entry']['text']}")
 
     def open(self, page: Path, width: int = 1400, scheme: str = "light") -> Self:
         """Open a file in a window of this width in CSS pixels, and wait until it is drawn."""
@@ -101,9 +101,9 @@ class Browser:
 
     def evaluate(self, script: str) -> Any:
         """Return the value of a script, or of the promise that it returns."""
-        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        response = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in response, response["exceptionDetails"]
+        return response["result"].get("value")
 
     def faults(self) -> list[str]:
         """Return what is wrong with the open page: overlapping or cut texts, sideways scrolling, errors."""
@@ -113,8 +113,8 @@ class Browser:
         """Write a picture of the whole open page."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
-        path.write_bytes(base64.b64decode(data))
+        png = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
+        path.write_bytes(base64.b64decode(png))
 
 
 @contextmanager

@@ -104,7 +104,7 @@ class CardGroups:
                 collective.run(self._originals, group, *args, **kwargs)
 
         reads, writes = collective.touched(group, *args, **kwargs)
-        tensors = {id(one): one for one in (*reads, *writes)}
+        tensors = {id(tensor): tensor for tensor in (*reads, *writes)}
         return self._add(group, partial(_on_copies, run, tensors, writes, args, kwargs))
 
     def _message(
@@ -146,7 +146,7 @@ class CardGroups:
                 if not isinstance(part, tuple):
                     part()
             # Messages to receive go first: their names come first in the alphabet.
-            messages = sorted((one for one in parts if isinstance(one, tuple)), key=lambda one: one[0])
+            messages = sorted((part for part in parts if isinstance(part, tuple)), key=lambda part: part[0])
             started = []
             for direction, tensor, peer in messages:
                 copy = _on_host(tensor)

@@ -72,16 +72,16 @@ def count_on_rank(rank: int, world_size: int, cases: Sequence[Case]) -> dict[str
     groups = make_groups(2)
     shape = WorkloadShape(world_size, SIZE.num_experts, SIZE.tokens_per_rank, SIZE.top_k, NUM_ITERATIONS)
     counts_IE = WORKLOADS["W1"].counts(shape)[:, rank]
-    found = {}
+    passes = {}
     for case in cases:
         MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = None  # It belongs to the device of the last case.
         # Megatron warns about every library that is not installed.
         with warnings.catch_warnings(action="ignore"), virtual_cuda() as device:
-            found[case.name] = _count_case(case, groups, device, counts_IE)
+            passes[case.name] = _count_case(case, groups, device, counts_IE)
         # Megatron views a copy of the counts as an array before the copy is complete, and reads it later.
-        own = [str(one) for one in device.findings if "megatron_fssdp" in str(one)]
-        assert not own, own
-    return found
+        findings = [str(finding) for finding in device.findings if "megatron_fssdp" in str(finding)]
+        assert not findings, findings
+    return passes
 
 
 def _count_case(
@@ -90,7 +90,7 @@ def _count_case(
     """Run some iterations of a stack of layers, and count all passes after the first iterations."""
     owned = np.flatnonzero(even_owners(SIZE.num_experts, groups.num_devices) == groups.device).tolist()
     parameters = [
-        {e: [torch.nn.Parameter(one.detach().cuda()) for one in tensors] for e, tensors in of_layer.items()}
+        {e: [torch.nn.Parameter(part.detach().cuda()) for part in tensors] for e, tensors in of_layer.items()}
         for of_layer in make_parameters(SIZE, owned)
     ]
     arguments: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def _count_case(
         drawn = MicroBatchInput.draw(np.array([counts_E] * SIZE.num_layers), SIZE, rng)
         inputs = MicroBatchInput(
             drawn.hidden.cuda(),
-            tuple(LayerInput(one.routing_map.cuda(), one.probs.cuda()) for one in drawn.layers),
+            tuple(LayerInput(layer.routing_map.cuda(), layer.probs.cuda()) for layer in drawn.layers),
             drawn.gradient.cuda(),
         )
         # Ranks connect to each other at first, for which the host waits, and fssdp corrects its first plans.
@@ -160,9 +160,9 @@ def _mark_plans(strategy: Strategy, device: VirtualDevice) -> None:
         return before_gate(*arguments)
 
     def plan_after(context: LayerContext, counts_DE: np.ndarray, plan: LayerPlan, number: int) -> LayerPlan:
-        found = after_gate(context, counts_DE, plan, number)
-        if found is not plan:
+        corrected = after_gate(context, counts_DE, plan, number)
+        if corrected is not plan:
             device.mark(PLANNED_AFTER_GATE)
-        return found
+        return corrected
 
     strategy.before_gate, strategy.after_gate = plan_before, plan_after  # type: ignore[method-assign, assignment]

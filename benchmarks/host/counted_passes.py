@@ -44,7 +44,7 @@ class HostWork:
         if not waits:
             return cls()
         after = events[waits[-1] + 1 :]
-        marks = [event.what if event.kind is EventKind.MARK else "" for event in after]
+        marks = [event.name if event.kind is EventKind.MARK else "" for event in after]
         first_rows = next(
             i
             for i, event in enumerate(after)
@@ -78,10 +78,10 @@ class CountedPasses:
             self.first = self.first.at_most(work)
 
 
-def most_of(found: Iterable[dict[str, CountedPasses]]) -> dict[str, CountedPasses]:
+def most_of(of_ranks: Iterable[dict[str, CountedPasses]]) -> dict[str, CountedPasses]:
     """The largest numbers of several ranks."""
     total: dict[str, CountedPasses] = {}
-    for of_rank in found:
+    for of_rank in of_ranks:
         for name, passes in of_rank.items():
             most = total.setdefault(name, CountedPasses())
             most.first = most.first.at_most(passes.first)

@@ -61,7 +61,7 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
     counts_IDE = drifting_loads(job, HISTORY_ITERATIONS + iterations)[:, 0].astype(np.int64)
     for counts_DE in counts_IDE[:HISTORY_ITERATIONS]:
         history.append(counts_DE)
-    found = []
+    seconds = []
     for counts_DE in counts_IDE[HISTORY_ITERATIONS:]:
         if selecting(strategy):
             strategy.select([1], strategy.price([context], [history]))
@@ -75,9 +75,9 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
         times.append(time.process_time())
         unpacked(packed(plan), context)
         times.append(time.process_time())
-        found.append(np.diff(times))
+        seconds.append(np.diff(times))
         history.append(counts_DE)
-    return (1e3 * np.median(found, axis=0)).tolist()
+    return (1e3 * np.median(seconds, axis=0)).tolist()
 
 
 def share_out(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, rank: int = 1) -> None:

@@ -20,7 +20,7 @@ from benchmarks.host.counted_passes import CountedPasses, most_of
 from megatron_fssdp.testing import run_ranks
 
 
-def counts_table(found: dict[str, CountedPasses]) -> Table:
+def counts_table(counts: dict[str, CountedPasses]) -> Table:
     """The counts of forward passes."""
     title = "Host work of a layer's forward pass on a virtual CUDA device (largest of all passes)"
     table = Table("layer", title=title)
@@ -33,7 +33,7 @@ def counts_table(found: dict[str, CountedPasses]) -> Table:
         "plans after the gate",
     ):
         table.add_column(head, justify="right")
-    for name, passes in found.items():
+    for name, passes in counts.items():
         first = passes.first
         numbers = (
             first.synchronizations,
@@ -49,8 +49,8 @@ def counts_table(found: dict[str, CountedPasses]) -> Table:
 
 def main() -> None:
     """Count on four ranks and print the table."""
-    found = most_of(run_ranks(count_on_rank, RANKS, CASES, timeout_s=600))
-    Console(width=150).print(counts_table(found))
+    counts = most_of(run_ranks(count_on_rank, RANKS, CASES, timeout_s=600))
+    Console(width=150).print(counts_table(counts))
 
 
 if __name__ == "__main__":

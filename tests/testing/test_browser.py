@@ -22,9 +22,9 @@ FAULTS = {
 def test_faults_are_found(fault, browser, tmp_path):
     path = tmp_path / "bad.html"
     path.write_text(f"<!doctype html><meta charset=utf-8><body>{FAULTS[fault]}")
-    found = browser.open(path, 500).faults()
-    assert len(found) == 1
-    assert re.search(fault, found[0])
+    faults = browser.open(path, 500).faults()
+    assert len(faults) == 1
+    assert re.search(fault, faults[0])
 
 
 def test_what_a_reader_cannot_see_is_no_fault(browser, tmp_path):

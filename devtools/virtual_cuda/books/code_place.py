@@ -47,7 +47,7 @@ def code_place() -> str:
     """
     ours: list[str] = []
     inside_megatron: list[str] = []
-    other = ""
+    outside = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(ours) <= _MAX_CALLERS:
         named = _name_of_file(frame.f_code.co_filename)
@@ -55,10 +55,10 @@ def code_place() -> str:
             name, is_ours = named
             if is_ours:
                 ours.append(f"{name}:{frame.f_lineno}")
-            elif not other:
-                other = f"{name}:{frame.f_lineno}"
+            elif not outside:
+                outside = f"{name}:{frame.f_lineno}"
                 if not ours and name.startswith(_MEGATRON):
-                    inside_megatron = [other]
+                    inside_megatron = [outside]
         frame = frame.f_back
-    place = " < ".join(inside_megatron + ours) or other or "unknown place"
+    place = " < ".join(inside_megatron + ours) or outside or "unknown place"
     return f"{place} (backward pass)" if torch._C._current_graph_task_id() != -1 else place

@@ -15,7 +15,7 @@ _names: dict[int, str] = {HOST: "the host", DEFAULT_STREAM: "the default stream"
 
 def new_stream(name: str, known: Iterable[int]) -> int:
     """Number of a new stream. If a known stream has the name already, a number is added to the name."""
-    num_before = sum(f"{_names[other]} (".startswith(f"{name} (") for other in known)
+    num_before = sum(f"{_names[number]} (".startswith(f"{name} (") for number in known)
     stream = next(_numbers)
     _names[stream] = f"{name} ({num_before + 1})" if num_before else name
     return stream
@@ -54,12 +54,12 @@ class DeviceLog:
     def log(
         self,
         kind: EventKind,
-        what: str,
+        name: str,
         stream: int | None = None,
         place: str = "",
         num_bytes: int = 0,
         num_messages: int = 0,
     ) -> None:
         stream = self._current_stream() if stream is None else stream
-        entry = DeviceEvent(kind, what, name_of(stream), place or code_place(), num_bytes, num_messages)
+        entry = DeviceEvent(kind, name, name_of(stream), place or code_place(), num_bytes, num_messages)
         self.events.append(entry)

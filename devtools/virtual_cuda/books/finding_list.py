@@ -19,24 +19,24 @@ class FindingList:
     def all(self) -> tuple[Finding, ...]:
         return tuple(self._by_lines.values())
 
-    def race(self, access: Access, other: Access, block: Block) -> None:
+    def race(self, access: Access, earlier: Access, block: Block) -> None:
         told, place = _told(access), access.place
-        self._add(Finding(FindingKind.RACE, told, place, _told(other), other.place, block.place))
+        self._add(Finding(FindingKind.RACE, told, place, _told(earlier), earlier.place, block.place))
 
     def freed_in_use(self, block: Block, access: Access, place: str) -> None:
         # The place at which the end of a tensor is noticed depends on the operations that follow. Findings
         # that differ only by this place are equal.
-        what = f"end of memory of {name_of(block.stream)} (record_stream or a wait is missing)"
+        use = f"end of memory of {name_of(block.stream)} (record_stream or a wait is missing)"
         kind, told = FindingKind.FREED_IN_USE, _told(access)
-        self._add(Finding(kind, what, place, told, access.place, block.place), with_place=False)
+        self._add(Finding(kind, use, place, told, access.place, block.place), with_place=False)
 
-    def use_after_free(self, what: str, block: Block) -> Finding:
-        finding = Finding(FindingKind.USE_AFTER_FREE, what, code_place(), memory_place=block.place)
+    def use_after_free(self, use: str, block: Block) -> Finding:
+        finding = Finding(FindingKind.USE_AFTER_FREE, use, code_place(), memory_place=block.place)
         self._add(finding)
         return finding
 
-    def wrong_tensor(self, kind: FindingKind, what: str) -> None:
-        self._add(Finding(kind, what, code_place()))
+    def wrong_tensor(self, kind: FindingKind, use: str) -> None:
+        self._add(Finding(kind, use, code_place()))
 
     def _add(self, finding: Finding, *, with_place: bool = True) -> None:
         places = (finding.place if with_place else "", finding.other_place, finding.memory_place)
@@ -45,4 +45,4 @@ class FindingList:
 
 
 def _told(access: Access) -> str:
-    return f"{'write' if access.writes else 'read'} by {name_of(access.actor)} ({access.what})"
+    return f"{'write' if access.writes else 'read'} by {name_of(access.actor)} ({access.operation})"

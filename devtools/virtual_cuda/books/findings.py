@@ -22,16 +22,16 @@ class Finding:
     """
 
     kind: FindingKind
-    what: str
+    use: str
     place: str
-    other: str = ""
+    other_use: str = ""
     other_place: str = ""
     memory_place: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.kind}: {self.what} at [{self.place}]"
-        if self.other:
-            text += f" conflicts with {self.other} at [{self.other_place}]"
+        text = f"{self.kind}: {self.use} at [{self.place}]"
+        if self.other_use:
+            text += f" conflicts with {self.other_use} at [{self.other_place}]"
         if self.memory_place:
             text += f"; the memory was allocated at [{self.memory_place}]"
         return text
@@ -57,11 +57,11 @@ class DeviceEvent:
     """
 
     kind: EventKind
-    what: str
+    name: str
     stream: str
     place: str
     num_bytes: int = 0
     num_messages: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.what} on {self.stream} at [{self.place}]"
+        return f"{self.kind}: {self.name} on {self.stream} at [{self.place}]"

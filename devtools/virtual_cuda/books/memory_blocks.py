@@ -19,7 +19,7 @@ class Access:
     writes: bool
     actor: int
     number: int
-    what: str
+    operation: str
     place: str
 
 
@@ -39,23 +39,23 @@ class Block:
 
     def conflicts(self, access: Access, is_ordered: Callable[[int, int, int], bool]) -> Iterator[Access]:
         """Earlier uses of the same bytes that are not ordered before this one, of which one writes."""
-        for other in self.accesses:
-            overlaps = other.begin < access.end and access.begin < other.end
-            is_conflict = overlaps and (access.writes or other.writes)
-            if is_conflict and not is_ordered(access.actor, other.actor, other.number):
-                yield other
+        for earlier in self.accesses:
+            overlaps = earlier.begin < access.end and access.begin < earlier.end
+            is_conflict = overlaps and (access.writes or earlier.writes)
+            if is_conflict and not is_ordered(access.actor, earlier.actor, earlier.number):
+                yield earlier
 
     def add(self, access: Access) -> None:
         """Remember a use, and forget the uses that a later use can no longer conflict with alone."""
-        self.accesses = [other for other in self.accesses if not _replaces(access, other)]
+        self.accesses = [earlier for earlier in self.accesses if not _replaces(access, earlier)]
         self.accesses.append(access)
         self.last[access.actor] = access
 
 
-def _replaces(access: Access, other: Access) -> bool:
+def _replaces(access: Access, earlier: Access) -> bool:
     """Whether every conflict with an earlier use is also a conflict with the new one."""
-    covers = access.begin <= other.begin and other.end <= access.end
-    return covers and (access.writes or (not other.writes and other.actor == access.actor))
+    covers = access.begin <= earlier.begin and earlier.end <= access.end
+    return covers and (access.writes or (not earlier.writes and earlier.actor == access.actor))
 
 
 def storage_key(tensor: Tensor) -> int | None:

@@ -12,8 +12,8 @@ Clock = dict[int, int]
 """From the number of an actor to the number of its last operation that is known to be complete."""
 
 
-def _merge(clock: Clock, other: Clock) -> None:
-    for actor, number in other.items():
+def _merge(clock: Clock, added: Clock) -> None:
+    for actor, number in added.items():
         if clock.get(actor, 0) < number:
             clock[actor] = number
 
@@ -57,17 +57,17 @@ class StreamOrder:
 
     def knows(self, actor: int, clock: Clock) -> bool:
         own = self._clocks[actor]
-        return all(own.get(other, 0) >= number for other, number in clock.items())
+        return all(own.get(earlier, 0) >= number for earlier, number in clock.items())
 
     def wait_for_all_streams(self) -> None:
         for clock in self._clocks.values():
             _merge(self._clocks[HOST], clock)
 
-    def is_ordered(self, actor: int, other: int, number: int) -> bool:
-        """Whether the next operation of ``actor`` starts after operation ``number`` of ``other``."""
-        if actor == other or self._clocks[actor].get(other, 0) >= number:
+    def is_ordered(self, actor: int, earlier: int, number: int) -> bool:
+        """Whether the next operation of ``actor`` starts after operation ``number`` of ``earlier``."""
+        if actor == earlier or self._clocks[actor].get(earlier, 0) >= number:
             return True
-        return actor != HOST and self._clocks[HOST].get(other, 0) >= number
+        return actor != HOST and self._clocks[HOST].get(earlier, 0) >= number
 
     def completed_before_reuse(self, owner: int, recorded: set[int]) -> Clock:
         """What is complete before the allocator gives freed memory to new work.

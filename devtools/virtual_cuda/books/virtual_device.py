@@ -110,11 +110,11 @@ class VirtualDevice(DeviceLog):
         self.notice_freed_memory()
         return self.order.snapshot(stream)
 
-    def host_sync(self, what: str, clock: Clock | None = None) -> None:
+    def host_sync(self, operation: str, clock: Clock | None = None) -> None:
         """Note that the host waits for an event, or for the current stream if no clock is given."""
         if clock is not None and self.order.knows(HOST, clock):
             return
-        self.log(EventKind.HOST_SYNC, what)
+        self.log(EventKind.HOST_SYNC, operation)
         self.host_knows(self.order.snapshot(self.current_stream) if clock is None else clock)
 
     def synchronize(self) -> None:
@@ -136,7 +136,7 @@ class VirtualDevice(DeviceLog):
 
     def launch(
         self,
-        what: str,
+        operation: str,
         reads: Iterable[Tensor] = (),
         writes: Iterable[Tensor] = (),
         *,
@@ -154,21 +154,23 @@ class VirtualDevice(DeviceLog):
         place = code_place()
         number = self.order.launch(actor)
         if kind is not None:
-            self.log(kind, what, actor, place, **numbers)
+            self.log(kind, operation, actor, place, **numbers)
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
-                self._access(tensor, is_write, actor, number, what, place)
+                self._access(tensor, is_write, actor, number, operation, place)
 
-    def _access(self, tensor: Tensor, is_write: bool, actor: int, number: int, what: str, place: str) -> None:
+    def _access(
+        self, tensor: Tensor, is_write: bool, actor: int, number: int, operation: str, place: str
+    ) -> None:
         block = self.memory.of(tensor)
         if block is None or not tensor.numel():
             return
         if block.is_free:
-            self.found.use_after_free(what, block)
+            self.found.use_after_free(operation, block)
             return
-        access = Access(*byte_range(tensor), is_write, actor, number, what, place)
-        for other in block.conflicts(access, self.order.is_ordered):
-            self.found.race(access, other, block)
+        access = Access(*byte_range(tensor), is_write, actor, number, operation, place)
+        for earlier in block.conflicts(access, self.order.is_ordered):
+            self.found.race(access, earlier, block)
         block.add(access)
 
     def allocate(self, tensor: Tensor, *, is_pinned: bool = False) -> None:
@@ -210,8 +212,8 @@ class VirtualDevice(DeviceLog):
             if actor != block.stream and known.get(actor, 0) < access.number:
                 self.found.freed_in_use(block, access, code_place())
 
-    def refuse_freed(self, what: str, tensor: Tensor) -> None:
+    def refuse_freed(self, operation: str, tensor: Tensor) -> None:
         """Report an operator on memory that was given back, and end it: there is nothing to compute with."""
         block = self.memory.of(tensor)
         if block is not None and block.is_free and tensor.numel():
-            raise RuntimeError(f"virtual_cuda: {self.found.use_after_free(what, block)}")
+            raise RuntimeError(f"virtual_cuda: {self.found.use_after_free(operation, block)}")

@@ -59,7 +59,7 @@ def _without_nccl(make: Callable[..., Any]) -> Callable[..., Any]:
     """A function that makes process groups, with gloo in place of NCCL and without NCCL's options."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("gloo" if one == "nccl" else one for one in args)
+        args = tuple("gloo" if value == "nccl" else value for value in args)
         if "nccl" in str(kwargs.get("backend")):
             kwargs["backend"] = "gloo"
         for option in ("pg_options", "device_id"):

@@ -124,10 +124,10 @@ for _name, _methods in {
     "reduce_scatter": "reduce_scatter_single _reduce_scatter_base",
     "reduce_scatter (coalesced)": "reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced",
 }.items():
-    COLLECTIVES |= {one: Collective(_name, _output_input, _flat(one)) for one in _methods.split()}
+    COLLECTIVES |= {method: Collective(_name, _output_input, _flat(method)) for method in _methods.split()}
 for _name, _methods in {
     "all_to_all": "all_to_all_single alltoall_base",
     "gather": "gather gather_single",
     "scatter": "scatter",
 }.items():
-    COLLECTIVES |= {one: Collective(_name, _output_input) for one in _methods.split()}
+    COLLECTIVES |= {method: Collective(_name, _output_input) for method in _methods.split()}

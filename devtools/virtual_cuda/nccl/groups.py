@@ -83,7 +83,7 @@ class NcclGroups:
 
             operation = Operation(collective.name, [*reads], [*writes])
             operation.others.append(partial(run_on_copies, on_gloo, writes, args, kwargs))
-            operation.is_async = all(getattr(one, "asyncOp", True) for one in (*args, *kwargs.values()))
+            operation.is_async = all(getattr(value, "asyncOp", True) for value in (*args, *kwargs.values()))
             operation.stops_host = method == "barrier"
             return self._add(group, operation, self._communicator(group))
 
@@ -127,7 +127,7 @@ class NcclGroups:
             operation.writes,
             actor=stream,
             kind=EventKind.P2P_BATCH if operation.num_messages else EventKind.COLLECTIVE,
-            num_bytes=sum(tensor.nbytes for tensor in {id(one): one for one in tensors}.values()),
+            num_bytes=sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values()),
             num_messages=operation.num_messages,
         )
         finishes = operation.start()

@@ -96,8 +96,8 @@ class OperatorMode(TorchDispatchMode):
         books = self._books
         target, source = args[0], args[1]
         if isinstance(target, (list, tuple)):
-            for one, other in zip(target, source, strict=True):
-                one.copy_(other, **kwargs)
+            for written, read in zip(target, source, strict=True):
+                written.copy_(read, **kwargs)
             return None
         non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         outputs = func(*args, **kwargs)

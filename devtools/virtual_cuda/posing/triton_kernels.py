@@ -22,10 +22,10 @@ def kernel_members(books: VirtualDevice) -> dict[str, Any]:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = run(function, *args, **options)
         named = [
-            (name, one) for name, one in zip(function.arg_names, args, strict=True) if isinstance(one, Tensor)
+            (name, arg) for name, arg in zip(function.arg_names, args, strict=True) if isinstance(arg, Tensor)
         ]
         reads, writes = (
-            [one for name, one in named if name.startswith("out_") == out] for out in (False, True)
+            [arg for name, arg in named if name.startswith("out_") == out] for out in (False, True)
         )
         books.launch(function.fn.__name__, reads, writes)
         return result
@@ -35,14 +35,14 @@ def kernel_members(books: VirtualDevice) -> dict[str, Any]:
 
 @cache
 def _builtins(package: Any) -> list[tuple[str, Any]]:
-    return [(name, one) for name, one in inspect.getmembers(package) if core.is_builtin(one)]
+    return [(name, member) for name, member in inspect.getmembers(package) if core.is_builtin(member)]
 
 
 def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
     """As ``interpreter._patch_builtin``, which searches Triton's language at each call of a function."""
-    for name, one in _builtins(package):
-        if getattr(package, name) is one:
-            interpreter._patch_attr(package, name, one, builder, scope)
+    for name, member in _builtins(package):
+        if getattr(package, name) is member:
+            interpreter._patch_attr(package, name, member, builder, scope)
 
 
 interpreter._patch_builtin = patch_builtins

@@ -27,12 +27,10 @@ class KnownFinding:
         if finding.kind is not self.kind:
             return False
         if self.of_stream:
-            is_of_stream = f"memory of the stream made at [{self.file}:" in finding.what
-            return is_of_stream and f" by {self.operation} (" in finding.other
-        sides = [(finding.what, finding.place), (finding.other, finding.other_place)]
-        return any(
-            f"({self.operation})" in what and place.startswith(f"{self.file}:") for what, place in sides
-        )
+            is_of_stream = f"memory of the stream made at [{self.file}:" in finding.use
+            return is_of_stream and f" by {self.operation} (" in finding.other_use
+        sides = [(finding.use, finding.place), (finding.other_use, finding.other_place)]
+        return any(f"({self.operation})" in use and place.startswith(f"{self.file}:") for use, place in sides)
 
 
 KNOWN_IN_MEGATRON = (

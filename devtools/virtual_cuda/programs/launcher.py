@@ -95,7 +95,7 @@ def report(device: VirtualDevice, code: int, folder: Path | None) -> int:
             "findings": [asdict(finding) for finding in unknown],
             "known_findings": [{**asdict(finding), "reason": row.reason} for finding, row in known],
             "counts": dict(counts),
-            "host_syncs": dict(Counter(f"{sync.what} at [{sync.place}]" for sync in device.host_syncs)),
+            "host_syncs": dict(Counter(f"{sync.name} at [{sync.place}]" for sync in device.host_syncs)),
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rank{rank}.json").write_text(json.dumps(facts, indent=1))

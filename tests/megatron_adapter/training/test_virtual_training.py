@@ -131,7 +131,7 @@ def train_on_device(rank, world_size, argv, before):
         device.finish_all()
     assert not cpu_runtime._installed
     unknown, _ = explained(device.findings)
-    host_syncs = Counter(f"{sync.what} at [{sync.place}]" for sync in device.host_syncs)
+    host_syncs = Counter(f"{sync.name} at [{sync.place}]" for sync in device.host_syncs)
     return VirtualRun(training, tuple(map(str, unknown)), dict(host_syncs), dict(device.counts))
 
 
@@ -150,12 +150,12 @@ def assert_same_without_findings(arguments, data, *, tolerance=None):
     runs, wanted = train_virtually(arguments, data), train_on_cpu(arguments, data)
     assert_clean(runs)
     assert wanted[-1].losses
-    for run, other in zip(runs, wanted, strict=True):
+    for run, on_cpu in zip(runs, wanted, strict=True):
         got = run.training
         if tolerance is None:
-            assert (got.losses, got.grad_norms) == (other.losses, other.grad_norms)
-        elif other.losses:
-            assert relative_difference(got.losses, other.losses) <= tolerance
+            assert (got.losses, got.grad_norms) == (on_cpu.losses, on_cpu.grad_norms)
+        elif on_cpu.losses:
+            assert relative_difference(got.losses, on_cpu.losses) <= tolerance
     return runs
 
 
@@ -191,8 +191,8 @@ def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megat
     stock, ours = (
         train_virtually(f"{arguments} --moe-strategy {strategy}", text_data) for strategy in ("none", "fssdp")
     )
-    for run, other in zip(ours, stock, strict=True):
-        assert set(run.findings) <= set(other.findings)
+    for run, of_stock in zip(ours, stock, strict=True):
+        assert set(run.findings) <= set(of_stock.findings)
     on_cpu = train_on_cpu(f"{arguments} --moe-strategy fssdp", text_data)
     assert ours[-1].training.losses == on_cpu[-1].losses
 

@@ -59,7 +59,7 @@ def grouped_experts(rows, rows_U, row_probs, parameters_U):
 
 def count(rank, world_size):
     """Operations of the passes of the second iteration, by placement: forward and backward passes."""
-    found = {}
+    counts = {}
     for placement in ("owners", "everywhere"):
         case = LayerCase(
             f"counted-{placement}",
@@ -89,23 +89,23 @@ def count(rank, world_size):
                 places.append(len(device.events))
                 run.runtime.end_passes()
                 run.runtime.end_iteration()
-            found[placement] = [
+            counts[placement] = [
                 Counter(
-                    "batch" if one.kind is EventKind.P2P_BATCH else one.what
-                    for one in device.events[begin:end]
-                    if one.kind in KERNELS
+                    "batch" if event.kind is EventKind.P2P_BATCH else event.name
+                    for event in device.events[begin:end]
+                    if event.kind in KERNELS
                 )
                 for begin, end in itertools.pairwise(places)
             ]
             torch.cuda.synchronize()
-    return found
+    return counts
 
 
 def test_12_replicas_add_few_batches_and_kernels_to_a_layer():
     for of_placement in run_ranks(count, RANKS, preload=VIRTUAL_PRELOAD):
         owners, everywhere = of_placement["owners"], of_placement["everywhere"]
-        assert [one["batch"] for one in owners] == [0, 0]
-        assert all(0 < one["batch"] <= 3 * LAYERS for one in everywhere)
+        assert [counter["batch"] for counter in owners] == [0, 0]
+        assert all(0 < counter["batch"] <= 3 * LAYERS for counter in everywhere)
         more = sum(everywhere, Counter()) - sum(owners, Counter())
         # Products of experts without rows are no kernels, so all of them are counted by hand.
         more["mm"] = LAYERS * PRODUCTS * REPLICAS

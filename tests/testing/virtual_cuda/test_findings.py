@@ -22,8 +22,8 @@ def test_a_read_without_a_wait_is_a_race_with_both_places(device):
     assert finding.kind is FindingKind.RACE
     assert finding.place.startswith("tests/testing/virtual_cuda/test_findings.py:")
     assert finding.other_place == finding.memory_place
-    assert "zeros" in finding.other
-    assert "add_" in finding.what
+    assert "zeros" in finding.other_use
+    assert "add_" in finding.use
 
 
 def wait_for_the_stream(x, side):
@@ -111,7 +111,7 @@ def test_cpu_tensors_among_cuda_ones_are_found_but_for_numbers_and_indices(devic
     x * torch.tensor(2.0) + 1
     x[torch.tensor([1])]
     assert not device.findings
-    assert [event.what for event in device.host_syncs] == ["index"]
+    assert [event.name for event in device.host_syncs] == ["index"]
     x.index_select(0, torch.tensor([1]))
     assert kinds(device) == [FindingKind.DEVICE_MIX]
 
@@ -126,7 +126,7 @@ def test_host_synchronizations_have_their_places(device):
     torch.empty(4).copy_(x, non_blocking=True)
     device.mark("end")
     waits = ["_local_scalar_dense", "copy to the host", "nonzero", "copy to the host"]
-    assert [event.what for event in device.host_syncs] == waits
+    assert [event.name for event in device.host_syncs] == waits
     assert all("test_findings.py:" in event.place for event in device.host_syncs)
     assert device.counts["mark"] == 1
 

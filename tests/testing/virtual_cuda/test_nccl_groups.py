@@ -30,7 +30,7 @@ def full(*shape, value=0.0, device="cuda"):
 
 def all_calls(rank, device="cuda"):
     """Results of one call of every kind, as lists."""
-    mine, other = float(rank + 1), 1 - rank
+    mine, peer = float(rank + 1), 1 - rank
     results = {}
     on = partial(full, device=device)
 
@@ -54,11 +54,11 @@ def all_calls(rank, device="cuda"):
     note("all_to_all_single", out)
     dist.all_to_all(parts := [on(1), on(1)], [on(1, value=mine), on(1, value=10 * mine)])
     note("all_to_all", *parts)
-    for work in (dist.isend(on(1, value=mine), other), dist.irecv(out := on(1), other)):
+    for work in (dist.isend(on(1, value=mine), peer), dist.irecv(out := on(1), peer)):
         work.wait()
     note("isend and irecv", out)
-    send = dist.P2POp(dist.isend, on(1, value=mine), other)
-    for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, out := on(1), other)]):
+    send = dist.P2POp(dist.isend, on(1, value=mine), peer)
+    for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, out := on(1), peer)]):
         work.wait()
     note("batch_isend_irecv", out)
     x, y = on(1, value=mine), on(1, value=10 * mine)
@@ -108,10 +108,8 @@ def send_every_second_number():
 
 
 def forget_to_wait_for_a_message():
-    other, out = 1 - dist.get_rank(), full(1)
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, full(1), other), dist.P2POp(dist.irecv, out, other)]
-    )
+    peer, out = 1 - dist.get_rank(), full(1)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, full(1), peer), dist.P2POp(dist.irecv, out, peer)])
     assert len(works) == 1
     out.add_(1)
 
