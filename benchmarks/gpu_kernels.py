@@ -62,8 +62,8 @@ def row_of(sizes: Any, part: str, size: str, case: str, call: Call, runs: int = 
         for _ in range(runs):
             call()
         torch.cuda.synchronize()
-    of_all = [one for one in profile.key_averages() if one.device_type == torch.autograd.DeviceType.CUDA]
-    device_us = sum(one.self_device_time_total for one in of_all) / runs
+    cuda = [event for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    device_us = sum(event.self_device_time_total for event in cuda) / runs
     return part, size, case, device_us, host_us, None
 
 
@@ -134,15 +134,15 @@ def expert_rows(sizes: Any, ffn: int, hidden: int) -> Iterator[Row]:
     total, added = (torch.zeros(layout.numel, device="cuda") for _ in range(2))
     for number in (1, PARTS):
         pairs = [*zip(total.chunk(number), added.chunk(number), strict=True)]
-        add = lambda pairs=pairs: [one.add_(other) for one, other in pairs]  # noqa: E731
+        add = lambda pairs=pairs: [target.add_(addend) for target, addend in pairs]  # noqa: E731
         yield row_of(sizes, "addition", size, f"in {number} parts, fp32", add)
 
 
 def attention_rows(sizes: Any, heads: int, tokens: int, width: int) -> Iterator[Row]:
     """An attention alone, beside copies by copy engines, and beside copies by multiprocessors."""
     size, numel = f"{heads} heads, {tokens:,} tokens", heads * tokens * width
-    one = torch.rand((1, heads, tokens, width), device="cuda").bfloat16()
-    attention = partial(scaled_dot_product_attention, one, one, one, is_causal=True)
+    qkv = torch.rand((1, heads, tokens, width), device="cuda").bfloat16()
+    attention = partial(scaled_dot_product_attention, qkv, qkv, qkv, is_causal=True)
     host = torch.zeros(numel, dtype=torch.float32).pin_memory()
     source, target = (torch.zeros(numel, dtype=torch.float32, device="cuda") for _ in range(2))
     alone_us, _ = beside(sizes, attention, lambda: None, 0)
@@ -171,12 +171,14 @@ def main() -> int:
     is_virtual = options.device == "virtual"
     sizes = TINY if is_virtual else SIZES
     with virtual_cuda() if is_virtual else nullcontext() as device:
-        parts = [remap_rows(sizes, *one) for one in product(*sizes["remap"])]
+        parts = [remap_rows(sizes, *shape) for shape in product(*sizes["remap"])]
         parts += [expert_rows(sizes, *sizes["expert"]), attention_rows(sizes, *sizes["heads"])]
         rows = []
         for row in chain.from_iterable(parts):
             rows.append(row)
-            print(*(f"{one:,.1f}" if isinstance(one, float) else one for one in row), sep="; ", flush=True)
+            print(
+                *(f"{cell:,.1f}" if isinstance(cell, float) else cell for cell in row), sep="; ", flush=True
+            )
         card = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     if device is not None:
         device.assert_clean()

@@ -208,10 +208,10 @@ def measure(options: argparse.Namespace) -> None:
             for name in options.sizes.split(","):
                 size, _, number = name.partition("*")
                 given = SIZES[size], int(number or 1), options, turns, torch.device(options.device)
-                found = measure_size(*given)
-                record["sizes"][name] = found
+                results = measure_size(*given)
+                record["sizes"][name] = results
                 if dist.get_rank() == 0:
-                    print("\n".join(lines(name, found)), flush=True)
+                    print("\n".join(lines(name, results)), flush=True)
                     if options.out is not None:
                         options.out.write_text(json.dumps(record, indent=1))
         dist.destroy_process_group()
@@ -248,8 +248,8 @@ def measure_size(
     for iteration, counts_DE in enumerate(counts_IDE):
         rng = np.random.default_rng((iteration, rank))
         drawn = MicroBatchInput.draw(np.stack([counts_DE[rank]] * size.num_layers), size, rng)
-        hidden, upstream = (one.unsqueeze(1).to(device, dtype) for one in (drawn.hidden, drawn.gradient))
-        routing = [(one.probs.to(device), one.routing_map.to(device)) for one in drawn.layers]
+        hidden, upstream = (part.unsqueeze(1).to(device, dtype) for part in (drawn.hidden, drawn.gradient))
+        routing = [(layer.probs.to(device), layer.routing_map.to(device)) for layer in drawn.layers]
         outputs = {}
         for name, stack in stacks.items():
             with watched(device) as seen, turns.computing():
@@ -258,14 +258,15 @@ def measure_size(
                 measured[name].append(gathered(seen))
         scale = outputs["none"].abs().max()
         difference = max(
-            difference, *(float((one - outputs["none"]).abs().max() / scale) for one in outputs.values())
+            difference,
+            *(float((output - outputs["none"]).abs().max() / scale) for output in outputs.values()),
         )
     difference = float(gathered([difference]).max())
     if not difference <= TOLERANCES[dtype]:
         raise RuntimeError(f"outputs differ by {difference:.1e}, so the variants do not do the same work")
-    most = {name: np.max(found, axis=1) for name, found in measured.items()}  # over ranks, [iterations, 3]
+    most = {name: np.max(values, axis=1) for name, values in measured.items()}  # over ranks, [iterations, 3]
     passes = size.num_layers * micro_batches
-    busiest = {name: found[:, 1] / passes for name, found in most.items()}
+    busiest = {name: values[:, 1] / passes for name, values in most.items()}
     return {
         "size": asdict(size),
         "matrix_flops_per_s": cluster.expert_flops_per_s,
@@ -333,23 +334,24 @@ def watched(device: torch.device) -> Iterator[list[float]]:
     Copies are not kernels. Bytes of before, those of the weights, are not counted. On the CPU, the seconds
     are the clock's.
     """
-    found: list[float] = []
+    figures: list[float] = []
     if device.type != "cuda":
         begin_s = time.perf_counter()
-        yield found
-        found += [0, time.perf_counter() - begin_s, 0]
+        yield figures
+        figures += [0, time.perf_counter() - begin_s, 0]
         return
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        yield found
-    on_card = [one for one in profile.key_averages() if one.device_type == torch.autograd.DeviceType.CUDA]
-    own = [one for one in on_card if not one.key.startswith(("Memcpy", "Memset"))]
-    found += [sum(one.count for one in own), sum(one.self_device_time_total for one in own) / 1e6]
-    found.append(torch.cuda.max_memory_allocated() - before)
+        yield figures
+    cuda = [event for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in cuda if not event.key.startswith(("Memcpy", "Memset"))]
+    times_us = [kernel.self_device_time_total for kernel in kernels]
+    figures += [sum(kernel.count for kernel in kernels), sum(times_us) / 1e6]
+    figures.append(torch.cuda.max_memory_allocated() - before)
 
 
-def lines(name: str, found: dict[str, Any]) -> list[str]:
+def lines(name: str, results: dict[str, Any]) -> list[str]:
     """Return the lines to print for one size."""
 
     def shown(values: Sequence[float], scale: float = 1.0) -> str:
@@ -357,15 +359,15 @@ def lines(name: str, found: dict[str, Any]) -> list[str]:
         return f"{median} ({low}-{high})"
 
     said = [
-        f"{name}: {found['size']}; matrices at {found['matrix_flops_per_s'] / 1e12:.0f} TFLOP/s; busiest "
-        f"device {found['device_max_over_mean']:.2f} × mean load; outputs differ by "
-        f"{found['relative_difference']:.1e}"
+        f"{name}: {results['size']}; matrices at {results['matrix_flops_per_s'] / 1e12:.0f} TFLOP/s; busiest "
+        f"device {results['device_max_over_mean']:.2f} × mean load; outputs differ by "
+        f"{results['relative_difference']:.1e}"
     ]
-    for variant, one in found["layer"].items():
+    for variant, result in results["layer"].items():
         said += [
-            f"  {variant}: kernels of the busiest rank, ms a layer: {shown(one['busiest_s'], 1e3)}; "
-            f"none / this {shown(one['none_over_this'])}; {one['kernels']} kernels; "
-            f"{one['replicas']:.1f} replicas; {one['peak_bytes_above_weights'] / 2**30:.2f} GiB more"
+            f"  {variant}: kernels of the busiest rank, ms a layer: {shown(result['busiest_s'], 1e3)}; "
+            f"none / this {shown(result['none_over_this'])}; {result['kernels']} kernels; "
+            f"{result['replicas']:.1f} replicas; {result['peak_bytes_above_weights'] / 2**30:.2f} GiB more"
         ]
     return said
 

@@ -121,7 +121,7 @@ def summary(runs: dict[bool, list[RecordedRun]]) -> dict[str, Any]:
         return np.concatenate([run.arrays[name][WARM_UP:] for run in runs[overlap]])
 
     seconds = {overlap: all_of(overlap, "iteration_s_I") for overlap in runs}
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "seconds_overlapped": quartiles(seconds[True]),
         "seconds_in_turn": quartiles(seconds[False]),
         # The same iterations of both trainings have the same routing.
@@ -131,18 +131,18 @@ def summary(runs: dict[bool, list[RecordedRun]]) -> dict[str, Any]:
         busy = all_of(overlap, f"{kind}_s_IL").sum(axis=1)
         exposed = all_of(overlap, f"{kind}_exposed_s_IL").sum(axis=1)
         shares = 1 - exposed[busy > 0] / busy[busy > 0]
-        found[f"{kind}_hidden_share_{name}"] = quartiles(shares) if len(shares) else None
-    return found
+        figures[f"{kind}_hidden_share_{name}"] = quartiles(shares) if len(shares) else None
+    return figures
 
 
-def shown(one: dict[str, Any]) -> str:
+def shown(figures: dict[str, Any]) -> str:
     """Return one setting's medians and quartiles as text."""
-    lines = [one["setting"]]
-    for name, found in one.items():
-        if isinstance(found, list):
-            low, median, high = found
+    lines = [figures["setting"]]
+    for name, value in figures.items():
+        if isinstance(value, list):
+            low, median, high = value
             lines.append(f"  {name.replace('_', ' ')}: {median:.3g} ({low:.3g} to {high:.3g})")
-    return "\n".join([*lines, *([f"  {one['virtual']}"] if "virtual" in one else [])])
+    return "\n".join([*lines, *([f"  {figures['virtual']}"] if "virtual" in figures else [])])
 
 
 if __name__ == "__main__":

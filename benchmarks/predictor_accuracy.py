@@ -59,26 +59,28 @@ class Comparison:
 
 def main() -> int:
     """Compare, print a table, and write it as JSON."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("results", type=Path, nargs="+", metavar="RESULTS")
-    found.add_argument("--out", type=Path, required=True, help="folder of the report")
-    found.add_argument("--cluster", type=Path, help="cluster.yaml written by `testbed --profile`")
-    options = found.parse_args()
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("results", type=Path, nargs="+", metavar="RESULTS")
+    arguments.add_argument("--out", type=Path, required=True, help="folder of the report")
+    arguments.add_argument("--cluster", type=Path, help="cluster.yaml written by `testbed --profile`")
+    options = arguments.parse_args()
     try:
         records = [read(path) for path in options.results]
         cluster = None if options.cluster is None else load_cluster(options.cluster)
-        comparisons = [one for record in records for one in compare(record, cluster)]
+        comparisons = [comparison for record in records for comparison in compare(record, cluster)]
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    controls = [abs(of) for record in records for of in record.get("control_difference", {}).values()]
+    controls = [abs(value) for record in records for value in record.get("control_difference", {}).values()]
     figures = {**summary(comparisons), "worst_control_difference": max(controls, default=None)}
     table = report(comparisons, figures)
     print(table)
     record = {
         "summary": figures,
-        "comparisons": [{**asdict(one), "error": one.error} for one in comparisons],
+        "comparisons": [{**asdict(comparison), "error": comparison.error} for comparison in comparisons],
         "results": [str(path) for path in options.results],
         "cluster": None if cluster is None else cluster.model_dump(mode="json"),
     }
@@ -111,7 +113,7 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
     world_size = options.nodes * options.ranks_per_node
     known = None if options.cluster is None else load_cluster(options.cluster)
     known, cluster = (
-        described_cluster(record, options.nodes, options.ranks_per_node, one) for one in (known, measured)
+        described_cluster(record, options.nodes, options.ranks_per_node, links) for links in (known, measured)
     )
     cells: dict[tuple[str, str], dict[int, float]] = {}
     for sample in record["samples"]:
@@ -125,7 +127,7 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
         counts_LIZDE = counts_of(options, workload, size, world_size, iterations)
         return np.ascontiguousarray(np.moveaxis(counts_LIZDE, 0, 2))
 
-    found = []
+    comparisons = []
     for (workload, name), seconds in sorted(cells.items()):
         iterations, variant = sorted(seconds), variant_of(name)
         settings = variant.settings if variant.settings is not None else EpSettings()
@@ -138,8 +140,8 @@ def compare(record: dict[str, Any], measured: ClusterDescription | None) -> list
         simulated_s = float(np.median(simulated.iteration_s[iterations]))
         low, median, high = np.quantile([seconds[number] for number in iterations], [0.25, 0.5, 0.75])
         spread = float((high - low) / median)
-        found.append(Comparison(options.rate, workload, name, float(median), spread, simulated_s))
-    return found
+        comparisons.append(Comparison(options.rate, workload, name, float(median), spread, simulated_s))
+    return comparisons
 
 
 def described_cluster(
@@ -214,8 +216,8 @@ def summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return R², mean and worst relative error of all comparisons, and by rate, workload and strategy."""
     groups = {
         key: {
-            name: _figures([one for one in comparisons if getattr(one, key) == name])
-            for name in dict.fromkeys(getattr(one, key) for one in comparisons)
+            name: _figures([comparison for comparison in comparisons if getattr(comparison, key) == name])
+            for name in dict.fromkeys(getattr(comparison, key) for comparison in comparisons)
         }
         for key in ("rate", "workload", "strategy")
     }
@@ -223,8 +225,8 @@ def summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
 
 
 def _figures(comparisons: Sequence[Comparison]) -> dict[str, float | int | None]:
-    measured = np.array([one.measured_s for one in comparisons])
-    errors = np.array([one.error for one in comparisons])
+    measured = np.array([comparison.measured_s for comparison in comparisons])
+    errors = np.array([comparison.error for comparison in comparisons])
     variance = ((measured - measured.mean()) ** 2).sum()
     missed = ((errors * measured) ** 2).sum()
     return {
@@ -233,7 +235,7 @@ def _figures(comparisons: Sequence[Comparison]) -> dict[str, float | int | None]
         "mean_relative_error": float(np.abs(errors).mean()),
         "mean_signed_error": float(errors.mean()),
         "worst_relative_error": float(np.abs(errors).max()),
-        "mean_measured_spread": float(np.mean([one.measured_spread for one in comparisons])),
+        "mean_measured_spread": float(np.mean([comparison.measured_spread for comparison in comparisons])),
     }
 
 
@@ -244,20 +246,20 @@ def report(comparisons: Sequence[Comparison], figures: dict[str, Any]) -> str:
         "|---|---|---|--:|--:|--:|",
     ]
     rows += [
-        f"| {one.rate} | {one.workload} | {one.strategy} | {1e3 * one.measured_s:.1f} "
-        f"| {1e3 * one.simulated_s:.1f} | {one.error:+.1%} |"
-        for one in comparisons
+        f"| {case.rate} | {case.workload} | {case.strategy} | {1e3 * case.measured_s:.1f} "
+        f"| {1e3 * case.simulated_s:.1f} | {case.error:+.1%} |"
+        for case in comparisons
     ]
     rows.append("")
     if (noise := figures.get("worst_control_difference")) is not None:
         rows.append(f"- noise: a second measurement of `none` differed by up to {noise:.1%}")
     for key, names in {"all": {"": figures}, **figures["by"]}.items():
-        for name, of in names.items():
-            r_squared = "–" if of["r_squared"] is None else f"{of['r_squared']:.4f}"
+        for name, group in names.items():
+            r_squared = "–" if group["r_squared"] is None else f"{group['r_squared']:.4f}"
             rows.append(
-                f"- {key} {name}".rstrip() + f": R² {r_squared}, mean error {of['mean_relative_error']:.1%} "
-                f"(signed {of['mean_signed_error']:+.1%}), worst {of['worst_relative_error']:.1%}, "
-                f"{of['num_comparisons']} comparisons"
+                f"- {key} {name}".rstrip() + f": R² {r_squared}, mean error "
+                f"{group['mean_relative_error']:.1%} (signed {group['mean_signed_error']:+.1%}), worst "
+                f"{group['worst_relative_error']:.1%}, {group['num_comparisons']} comparisons"
             )
     return "\n".join(rows)
 

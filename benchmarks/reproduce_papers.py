@@ -65,9 +65,9 @@ def main() -> None:
     console, rows = Console(width=None if sys.stdout.isatty() else 160), []
     for paper in options.paper or PAPERS:
         sigma = SKEWS.get(paper, 0.0) if options.sigma is None else options.sigma
-        found = rows_of(paper, sigma)
-        print_rows(console, paper, found, sigma)
-        rows += found
+        paper_rows = rows_of(paper, sigma)
+        print_rows(console, paper, paper_rows, sigma)
+        rows += paper_rows
     if options.write:
         results.write(rows)
         print(f"wrote {results.FILE}; scripts/docs/tables.py puts it into docs/papers.md")

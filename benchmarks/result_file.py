@@ -17,7 +17,7 @@ KEYS = ("question", "answer", "date", "commit", "machine", "command", "columns",
 
 def quartiles(values: Sequence[float] | np.ndarray) -> list[float]:
     """Return the 25th, 50th and 75th percentile."""
-    return [float(one) for one in np.percentile(values, (25, 50, 75))]
+    return [float(value) for value in np.percentile(values, (25, 50, 75))]
 
 
 def write_result(

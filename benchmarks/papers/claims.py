@@ -76,8 +76,8 @@ class Claim:
             Numbers; for a claim of the kind ``larger``, a pair for each simulated case.
         """
         module = importlib.import_module(f"benchmarks.papers.{self.paper.replace('-', '_')}")
-        found = getattr(module, quantity or self.quantity)(sigma, **self.settings, **others)
-        return list(found) if isinstance(found, list | tuple) else [float(found)]
+        values = getattr(module, quantity or self.quantity)(sigma, **self.settings, **others)
+        return list(values) if isinstance(values, list | tuple) else [float(values)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Answer:
     def same_side(self) -> bool:
         """Whether the same system is faster as in the paper, in all simulated cases."""
         ours = [value > 1 for value in self.values]
-        return all(one == (self.claim.low > 1) for one in ours)
+        return all(is_faster == (self.claim.low > 1) for is_faster in ours)
 
     @property
     def holds_in(self) -> int:
@@ -114,7 +114,7 @@ class Answer:
 def claims() -> tuple[Claim, ...]:
     """All claims, in the order of the file."""
     text = Path(__file__).with_name("claims.csv").read_text(encoding="utf-8")
-    found = []
+    parsed = []
     for line in csv.DictReader(text.splitlines()):
         low = float(line["low"] or "nan")
         read = {
@@ -124,8 +124,8 @@ def claims() -> tuple[Claim, ...]:
             "padded": line["padded"] == "yes",
             "beside": yaml.safe_load(f"{{{line['beside']}}}"),
         }
-        found.append(Claim(**{**line, **read}))
-    return tuple(found)
+        parsed.append(Claim(**{**line, **read}))
+    return tuple(parsed)
 
 
 def of_paper(paper: str) -> list[Claim]:
@@ -135,10 +135,10 @@ def of_paper(paper: str) -> list[Claim]:
 
 def stated(paper: str, quantity: str, **settings: object) -> float:
     """The paper's own value of a quantity, for what follows from several published numbers."""
-    (found,) = (
+    (value,) = (
         claim.low for claim in of_paper(paper) if (claim.quantity, claim.settings) == (quantity, settings)
     )
-    return found
+    return value
 
 
 def answered(claim: Claim, sigma: float) -> Answer:

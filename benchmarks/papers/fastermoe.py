@@ -111,13 +111,13 @@ def of_models(
     ``sigma`` is the spread of the loads, and ``part`` that of :func:`system_of`, ``latency`` selects shadows,
     and ``tokens`` is a factor on a GPU's tokens. It is compared with a stage of ZeRO (``over``) or FastMoE.
     """
-    found = []
+    speedups = []
     for model in models:
         setting = setting_of(model, sigma, times_the_tokens=tokens)
         strategy, keys = system_of(setting, part, latency)
         slow_s = setting.moe_s("ep") if over is None else zero_s(setting, over)
-        found.append(slow_s / setting.moe_s(strategy, **keys))
-    return found
+        speedups.append(slow_s / setting.moe_s(strategy, **keys))
+    return speedups
 
 
 def largest(sigma: float, part: str, cluster: str, **others: Any) -> float:
@@ -140,14 +140,14 @@ def shadowed(sigma: float, model: str, latency: str = "paper") -> float:
 
 def with_one_shadow(sigma: float, model: str) -> float:
     """Return the largest speed-up of a layer in an iteration in which one of its experts is shadowed."""
-    found: list[float] = []
+    speedups: list[float] = []
     for layer in range(MODELS[model].layers):
         setting = replace(setting_of(model, sigma), layer=layer)
         strategy, keys = system_of(setting, "shadowing")
         replicas_I = setting.run(strategy, **keys).of_layers("replicas")[:, 0]
         ratio_I = setting.moe_s_I("ep") / setting.moe_s_I(strategy, **keys)
-        found += [float(ratio) for ratio in ratio_I[replicas_I == setting.num_devices - 1]]
-    return max(found)
+        speedups += [float(ratio) for ratio in ratio_I[replicas_I == setting.num_devices - 1]]
+    return max(speedups)
 
 
 def of_layers(sigma: float) -> tuple[np.ndarray, np.ndarray]:
@@ -156,22 +156,22 @@ def of_layers(sigma: float) -> tuple[np.ndarray, np.ndarray]:
     The bound is that of the artifact's ``plotting/fig12.py``: each pass takes at least the longer one of its
     two all-to-alls and its compute.
     """
-    found, bounds = [], []
+    speedups, bounds = [], []
     for model in IN_FIGURE_12:
         plain, smart = (setting_of(model, sigma).run("ep", **keys) for keys in ({}, SMART))
         exchange_IL, plain_IL = plain.of_layers("exchange_s"), plain.of_layers("moe_s")
         compute_IL = (plain_IL - exchange_IL) / (1 + BACKWARD_PER_FORWARD)
         passes = (compute_IL, BACKWARD_PER_FORWARD * compute_IL)
         shortest_IL = sum(np.maximum(exchange_IL / 2, pass_IL) for pass_IL in passes)
-        found.append((plain_IL / smart.of_layers("moe_s")).mean(axis=0))
+        speedups.append((plain_IL / smart.of_layers("moe_s")).mean(axis=0))
         bounds.append((plain_IL / shortest_IL).mean(axis=0))
-    return np.concatenate(found), np.concatenate(bounds)
+    return np.concatenate(speedups), np.concatenate(bounds)
 
 
-def best_layer(sigma: float, what: str) -> float:
+def best_layer(sigma: float, kind: str) -> float:
     """Return the largest ``speedup`` or ``bound`` of a layer, or the largest ``part`` of the bound."""
     speedups, bounds = of_layers(sigma)
-    return float({"speedup": speedups, "bound": bounds, "part": speedups / bounds}[what].max())
+    return float({"speedup": speedups, "bound": bounds, "part": speedups / bounds}[kind].max())
 
 
 def iteration_ms(sigma: float, system: str, latency: str = "paper") -> float:

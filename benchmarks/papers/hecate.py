@@ -54,18 +54,18 @@ def of_models(
 
 def even_loads(sigma: float, cluster: str, devices: int = 32) -> list[float]:
     """Return what EP would gain from perfectly even loads, for each model."""
-    settings = [[setting_of(model, cluster, it, devices) for it in (sigma, 0.0)] for model in MODELS]
+    settings = [[setting_of(model, cluster, spread, devices) for spread in (sigma, 0.0)] for model in MODELS]
     return [EP.seconds(skewed) / EP.seconds(even) for skewed, even in settings]
 
 
 def slowdown(sigma: float, *, padded: bool = False) -> float:
     """Return the largest seconds of EP on cluster A, divided by those with even loads."""
-    found = []
+    slowdowns = []
     for model in MODELS:
         setting = setting_of(model, "hecate-a", sigma)
         even_s = EP.seconds(setting_of(model, "hecate-a", 0.0))
-        found.append(EP.seconds(replace(setting, padded=padded)) / even_s)
-    return max(found)
+        slowdowns.append(EP.seconds(replace(setting, padded=padded)) / even_s)
+    return max(slowdowns)
 
 
 def _moe_s(setting: Setting, system: System) -> float:
@@ -126,14 +126,14 @@ def changed_gains(
     spread, pace = spread or sigma, FLOPS_PER_S[cluster]
     slower = LONGER * (times_longer(spread) if longer else 1.0)
     changed = {"num_experts": experts or 2 * devices, "flops_per_s": (pace, pace / slower)}
-    found = []
+    speedups = []
     for draw in range(draws):
         for model in MODELS:
             setting = setting_of(model, cluster, spread, devices, draw=draw, **changed)
             chosen = hidden_experts(setting) * devices // 32 if degree == "growing" else degree
             limits = {} if chosen is None else {"overlap_degree": chosen}
-            found.append(over_ep(setting, HECATE.having(**limits)))
-    return found
+            speedups.append(over_ep(setting, HECATE.having(**limits)))
+    return speedups
 
 
 def more_gpus(sigma: float, **change: Any) -> Pairs:
@@ -150,8 +150,8 @@ def slower_links(sigma: float, **change: Any) -> Pairs:
 
 def baseline_over_ep(sigma: float, system: str) -> list[float]:
     """Return the smallest and largest speed-up of a baseline over EP on 16 and 32 GPUs of cluster A."""
-    found = [value for devices in (16, 32) for value in of_models(sigma, "hecate-a", devices, system)]
-    return [min(found), max(found)]
+    speedups = [value for devices in (16, 32) for value in of_models(sigma, "hecate-a", devices, system)]
+    return [min(speedups), max(speedups)]
 
 
 def over_best_of_models(sigma: float, devices: int) -> float:
@@ -176,8 +176,8 @@ def over_best_with(
     """
     hecate = (replace(HECATE, strategy=STEPPED_HECATE) if stepped else HECATE).having(**(ours or {}))
     changed = {
-        name: one.having(**(baselines or {}).get(name, {}))
-        for name, one in BASELINES.items()
+        name: system.having(**(baselines or {}).get(name, {}))
+        for name, system in BASELINES.items()
         if name not in without
     }
     if "paced_as" in others:
@@ -195,7 +195,7 @@ def over_best_with(
 def _over_baselines(sigma: float, cluster: str, devices: int) -> list[float]:
     ours = of_models(sigma, cluster, devices)
     theirs = [of_models(sigma, cluster, devices, name) for name in BASELINES]
-    return [one / other for values in theirs for one, other in zip(ours, values, strict=True)]
+    return [speedup / baseline for values in theirs for speedup, baseline in zip(ours, values, strict=True)]
 
 
 def over_baselines(sigma: float) -> float:
@@ -216,7 +216,7 @@ def largest_over_ep(sigma: float, system: str, **keys: Any) -> float:
 def rematerialized_over_baselines(sigma: float) -> list[float]:
     """Return the seconds of each baseline divided by those of Hecate-RM, BERT-MoE-Deep on cluster B."""
     setting = setting_of("BERT-MoE-Deep", "hecate-b", sigma)
-    return [one.seconds(setting) / REMATERIALIZED.seconds(setting) for one in BASELINES.values()]
+    return [baseline.seconds(setting) / REMATERIALIZED.seconds(setting) for baseline in BASELINES.values()]
 
 
 def layers(sigma: float, *, padded: bool = False) -> list[float]:
@@ -256,7 +256,7 @@ def collectives(sigma: float) -> float:
 def parameters(sigma: float) -> float:
     """Return Hecate's parameters on a device divided by EP's, GPT-MoE-S on cluster B."""
     setting = setting_of("GPT-MoE-S", "hecate-b", sigma)
-    plain, ours = (one.outcome(setting).memory.experts for one in (EP, HECATE))
+    plain, ours = (system.outcome(setting).memory.experts for system in (EP, HECATE))
     return (ours.slot_parameters_bytes + ours.replica_parameters_bytes) / plain.slot_parameters_bytes
 
 
@@ -279,7 +279,7 @@ def saved_by_rematerialization(sigma: float) -> float:
     """Return the share of the replicas' parameters that re-materialization saves, GPT-MoE-S on cluster B."""
     setting = setting_of("GPT-MoE-S", "hecate-b", sigma)
     kept, released = (
-        one.outcome(setting).memory.experts.replica_parameters_bytes for one in (HECATE, REMATERIALIZED)
+        system.outcome(setting).memory.experts.replica_parameters_bytes for system in (HECATE, REMATERIALIZED)
     )
     return 1 - released / kept
 
@@ -315,7 +315,7 @@ def intervals_of_smartmoe(sigma: float, *, with_moves: bool) -> float:
         BASELINES["SmartMoE"].having(reshard_interval=every).outcome(setting).parts_s for every in (10, 25)
     )
     often_s, seldom_s = (
-        float(np.sum([found[part][50:].mean() for part in parts])) for found in (often, seldom)
+        float(np.sum([seconds[part][50:].mean() for part in parts])) for seconds in (often, seldom)
     )
     return often_s / seldom_s
 
@@ -323,13 +323,18 @@ def intervals_of_smartmoe(sigma: float, *, with_moves: bool) -> float:
 def fastest(sigma: float) -> Pairs:
     """Return the seconds of the fastest baseline beside Hecate's, in all models and places."""
     return [
-        (min(one.seconds(it) for one in BASELINES.values()), HECATE.seconds(it)) for it in _settings(sigma)
+        (min(system.seconds(setting) for system in BASELINES.values()), HECATE.seconds(setting))
+        for setting in _settings(sigma)
     ]
 
 
 def slower_than_ep(sigma: float) -> Pairs:
     """Return the seconds of each baseline beside EP's, in all models and places."""
-    return [(one.seconds(it), EP.seconds(it)) for it in _settings(sigma) for one in BASELINES.values()]
+    return [
+        (system.seconds(setting), EP.seconds(setting))
+        for setting in _settings(sigma)
+        for system in BASELINES.values()
+    ]
 
 
 def _settings(sigma: float) -> list[Setting]:
@@ -338,13 +343,13 @@ def _settings(sigma: float) -> list[Setting]:
 
 def _all_to_alls_s(sigma: float) -> dict[str, tuple[float, float]]:
     """By system, the seconds of all-to-alls and of the rest of the MoE layers, BERT-MoE-Deep, cluster B."""
-    setting, found = setting_of("BERT-MoE-Deep", "hecate-b", sigma), {}
+    setting, by_system = setting_of("BERT-MoE-Deep", "hecate-b", sigma), {}
     for name in UNFUSED:
         of_part = SYSTEMS[name].outcome(setting).parts_s
         seconds = {part: float(of_part[part][SETTLED:].mean()) for part in OF_MOE_LAYERS}
         exchange_s = seconds.pop("all-to-all")
-        found[name] = (exchange_s, sum(seconds.values()))
-    return found
+        by_system[name] = (exchange_s, sum(seconds.values()))
+    return by_system
 
 
 def all_to_all_dominates(sigma: float) -> Pairs:
@@ -354,8 +359,8 @@ def all_to_all_dominates(sigma: float) -> Pairs:
 
 def least_all_to_all(sigma: float) -> Pairs:
     """Return the other systems' seconds of all-to-alls beside Hecate's."""
-    found = {name: exchange_s for name, (exchange_s, _) in _all_to_alls_s(sigma).items()}
-    return [(exchange_s, found["Hecate"]) for name, exchange_s in found.items() if name != "Hecate"]
+    by_system = {name: exchange_s for name, (exchange_s, _) in _all_to_alls_s(sigma).items()}
+    return [(exchange_s, by_system["Hecate"]) for name, exchange_s in by_system.items() if name != "Hecate"]
 
 
 def less_memory(sigma: float) -> Pairs:

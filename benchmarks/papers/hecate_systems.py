@@ -125,5 +125,8 @@ def over_best(
 ) -> float:
     """Return the geometric mean over settings of the fastest baseline's seconds divided by Hecate's."""
     return geometric_mean(
-        [min(one.seconds(it) for one in baselines.values()) / ours.seconds(it) for it in settings]
+        [
+            min(system.seconds(setting) for system in baselines.values()) / ours.seconds(setting)
+            for setting in settings
+        ]
     )

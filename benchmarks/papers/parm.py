@@ -38,10 +38,10 @@ def communication_share(sigma: float, **assumptions: object) -> list[float]:
 
 def all_speedups(sigma: float) -> list[float]:
     """Smallest and largest speed-up of Parm over all layers."""
-    found = [
+    speedups = [
         layer.speedup("parm") for column in COLUMNS for pair in ALL_PAIRS for layer in cell_of(column, pair)
     ]
-    return [min(found), max(found)]
+    return [min(speedups), max(speedups)]
 
 
 def cell(
@@ -55,7 +55,7 @@ def num_near(sigma: float, **assumptions: object) -> float:
     """Number of cells of Table IV that come near the paper's, under other assumptions."""
     taken = Assumptions(**assumptions)  # type: ignore[arg-type]
     cells = [claim for claim in claims() if (claim.paper, claim.quantity) == ("parm", "cell")]
-    return sum(abs(cell(sigma, **one.settings, assumptions=taken) / one.low - 1) <= NEAR for one in cells)
+    return sum(abs(cell(sigma, **row.settings, assumptions=taken) / row.low - 1) <= NEAR for row in cells)
 
 
 def of_figure_7() -> list[float]:
@@ -82,12 +82,12 @@ def _of_testbed(testbed: str) -> list[LayerSeconds]:
 def over_worse(sigma: float, testbed: str) -> float:
     """Mean speed-up of Parm over the slower of S1 and S2, over all layers of a testbed."""
     layers = _of_testbed(testbed)
-    return float(np.mean([max(one.s1.total_s, one.s2.total_s) / one.parm.total_s for one in layers]))
+    return float(np.mean([max(layer.s1.total_s, layer.s2.total_s) / layer.parm.total_s for layer in layers]))
 
 
 def saa(sigma: float, testbed: str) -> float:
     """Mean speed-up of S2 over S2 without overlap of gather and all-to-all, over all layers of a testbed."""
-    return float(np.mean([one.s2_in_turn.total_s / one.s2.total_s for one in _of_testbed(testbed)]))
+    return float(np.mean([layer.s2_in_turn.total_s / layer.s2.total_s for layer in _of_testbed(testbed)]))
 
 
 def moe_s(column: str, schedule: str) -> float:
@@ -126,8 +126,8 @@ def iteration_ms(sigma: float, model: str, column: str, schedule: str) -> float:
     The MoE layers are simulated. Everything else takes the time that the paper's numbers give for the *other*
     model, so that no row of Table V enters its own simulation.
     """
-    other = next(name for name in VOCABULARY if name != model)
-    return 1e3 * moe_s(column, schedule) + published_outside_ms(other, column)
+    other_model = next(name for name in VOCABULARY if name != model)
+    return 1e3 * moe_s(column, schedule) + published_outside_ms(other_model, column)
 
 
 def model_speedup(sigma: float, model: str, column: str) -> float:

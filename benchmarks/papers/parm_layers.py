@@ -145,8 +145,8 @@ class LayerSeconds:
 
     def speedup(self, name: str) -> float:
         """Return the speed-up of ``s1``, ``s2`` or ``parm`` over the baseline."""
-        found: ScheduledSeconds = getattr(self, name)
-        return self.baseline.total_s / found.total_s
+        schedule: ScheduledSeconds = getattr(self, name)
+        return self.baseline.total_s / schedule.total_s
 
 
 def seconds_of(scheduled: ScheduledLayer, ffn_size: int, testbed: Testbed) -> LayerSeconds:

@@ -136,24 +136,24 @@ def _costs(testbed: Testbed, n_mp: int, n_esp: int) -> ScheduleCosts:
     link, nic = testbed.link_bytes_per_s, description.inter_node.bandwidth_bytes_per_s
     slowdown = testbed.assumptions.slowdown_of_all_to_all if testbed.cluster == "parm-a" else 1.0
     spans = spans_of(n_mp, n_esp, testbed.num_devices, per_node)
-    found: dict[tuple[Kind, Group], LinkCost] = {}
+    costs: dict[tuple[Kind, Group], LinkCost] = {}
     for group, span in spans.items():
         alpha_s = testbed.alpha_s(span.num_ranks)
         leaving = (span.num_ranks - 1) / span.num_ranks
         # The rings of all groups with ranks in a node cross its NIC, each ring once.
         rings = per_node / span.num_near if span.num_ranks > span.num_near else 0.0
         gather = max(leaving / link, rings * leaving / nic)
-        found["all_gather", group] = found["reduce_scatter", group] = LinkCost(alpha_s, gather)
-        found["all_reduce", group] = LinkCost(2 * alpha_s, 2 * gather)
+        costs["all_gather", group] = costs["reduce_scatter", group] = LinkCost(alpha_s, gather)
+        costs["all_reduce", group] = LinkCost(2 * alpha_s, 2 * gather)
         far = (span.num_ranks - span.num_near) / span.num_ranks
-        found["all_to_all", group] = LinkCost(alpha_s, slowdown * max(leaving / link, per_node * far / nic))
+        costs["all_to_all", group] = LinkCost(alpha_s, slowdown * max(leaving / link, per_node * far / nic))
     # The time that the all-to-all adds to MP-AllGather, which has E·T·M bytes where the all-to-all has
     # E·T·M·N_ESP / N_MP. On the link, all of its bytes add time, because the gather uses the link as well. On
     # the NIC, only the bytes add time that do not fit into the time of the gather.
     everyone = spans["ep_esp"]
-    beside = found["all_gather", "mp"].beta_s_per_byte * n_mp / n_esp
+    beside = costs["all_gather", "mp"].beta_s_per_byte * n_mp / n_esp
     on_link = slowdown * (everyone.num_ranks - 1) / everyone.num_ranks / link
     on_nic = per_node * (everyone.num_ranks - everyone.num_near) / everyone.num_ranks / nic
     alpha_s = testbed.alpha_s(everyone.num_ranks)
-    found["overlapped_all_to_all", "ep_esp"] = LinkCost(alpha_s, max(on_link, on_nic - beside))
-    return found
+    costs["overlapped_all_to_all", "ep_esp"] = LinkCost(alpha_s, max(on_link, on_nic - beside))
+    return costs

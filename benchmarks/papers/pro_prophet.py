@@ -88,9 +88,9 @@ def _waiting_s(setting: Setting, system: str, **changed: object) -> float:
 
 def above_even_loads(sigma: float) -> float:
     """Return the number of cells in which the paper's speed-up exceeds what even loads would give here."""
-    cells = [one for one in claims() if one.paper == "pro-prophet" and one.quantity == "cell"]
-    of_ours = [one for one in cells if (one.settings["system"], one.padded) == ("Pro-Prophet", True)]
-    return sum(one.low > even_loads(sigma, **one.settings) for one in of_ours)
+    cells = [claim for claim in claims() if claim.paper == "pro-prophet" and claim.quantity == "cell"]
+    of_ours = [claim for claim in cells if (claim.settings["system"], claim.padded) == ("Pro-Prophet", True)]
+    return sum(claim.low > even_loads(sigma, **claim.settings) for claim in of_ours)
 
 
 def moved_percent(sigma: float, model: str) -> float:
@@ -108,7 +108,7 @@ def end_to_end(sigma: float, k: int, over: str, *, padded: bool = False) -> list
         for devices in (16, 32)
         for model in SHAPES
     ]
-    return [seconds(one, over, padded=padded) / seconds(one, "Pro-Prophet") for one in settings]
+    return [seconds(setting, over, padded=padded) / seconds(setting, "Pro-Prophet") for setting in settings]
 
 
 def mean_of_models(sigma: float, k: int, over: str) -> float:
@@ -121,13 +121,13 @@ def one_layer(sigma: float, over: str, *, padded: bool = False) -> list[float]:
 
     K is not stated and taken as in Fig. 12.
     """
-    whole, found = setting_of("MoE-GPT-M", 1, sigma), []
+    whole, speedups = setting_of("MoE-GPT-M", 1, sigma), []
     (name, keys), (slow, slow_keys) = SYSTEMS["Pro-Prophet"], SYSTEMS[over]
     for layer in range(whole.model.layers):
         alone = replace(whole, layer=layer)
         slow_s = replace(alone, padded=padded).moe_s(slow, **slow_keys)
-        found.append(slow_s / alone.moe_s(name, **keys))
-    return [min(found), max(found)]
+        speedups.append(slow_s / alone.moe_s(name, **keys))
+    return [min(speedups), max(speedups)]
 
 
 def faster(sigma: float, k: int, slow: str, fast: str, *, padded: bool = False) -> float:

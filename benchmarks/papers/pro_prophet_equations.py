@@ -56,7 +56,7 @@ def compared(setting: Setting, bandwidth: Bandwidth) -> dict[str, np.ndarray]:
         on_plan=lambda iteration, layer, plan: plans.__setitem__((iteration, layer), plan),
     )
     model = model_of(setting, bandwidth)
-    found: dict[str, list[tuple[float, float]]] = {operation: [] for operation in OPERATIONS}
+    samples: dict[str, list[tuple[float, float]]] = {operation: [] for operation in OPERATIONS}
     for iteration in range(PROFILED, setting.num_iterations):
         spans = outcome.spans(iteration)
         seconds = {name: end_s - begin_s for _, name, begin_s, end_s in spans}
@@ -66,8 +66,8 @@ def compared(setting: Setting, bandwidth: Bandwidth) -> dict[str, np.ndarray]:
             for operation, name in OPERATIONS.items():
                 simulated_s = seconds.get(f"{name} layer {layer + 1}", 0.0)
                 if simulated_s > 0:
-                    found[operation].append((modelled[operation], simulated_s))
-    return {operation: np.array(pairs).reshape(-1, 2) for operation, pairs in found.items()}
+                    samples[operation].append((modelled[operation], simulated_s))
+    return {operation: np.array(pairs).reshape(-1, 2) for operation, pairs in samples.items()}
 
 
 def _modelled(model: ProphetModel, plan: LayerPlan, counts_DE: np.ndarray) -> dict[str, float]:

@@ -72,5 +72,5 @@ def read() -> list[dict[str, str]]:
 
 def count(rows: Iterable[dict[str, str]], column: str = "holds") -> tuple[int, int]:
     """Return how many numbers of the papers are near, and how many count and have a cell in the column."""
-    found = [row[column] for row in rows if row["kind"] == "row" and row[column]]
-    return found.count("yes"), len(found)
+    cells = [row[column] for row in rows if row["kind"] == "row" and row[column]]
+    return cells.count("yes"), len(cells)

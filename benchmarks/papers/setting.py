@@ -99,7 +99,7 @@ class Setting:
 @cache
 def _job(setting: Setting) -> MoeJob:
     model, per_node = setting.model, setting.description.devices_per_node
-    data = {
+    settings = {
         "model": {
             "num_layers": model.layers if setting.layer is None else 1,
             "hidden_size": model.hidden,
@@ -126,7 +126,7 @@ def _job(setting: Setting) -> MoeJob:
         },
     }
     # The host time of our planners says nothing about the systems that the papers measured.
-    return replace(job_of_run(validate(RunConfig, data, setting.cluster)), host=None)
+    return replace(job_of_run(validate(RunConfig, settings, setting.cluster)), host=None)
 
 
 @cache

@@ -46,12 +46,12 @@ def main() -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+    arguments = argparse.ArgumentParser(
         prog="python -m benchmarks.testbed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = found.add_argument
+    add = arguments.add_argument
     add("--nodes", type=int, default=4)
     add("--ranks-per-node", type=int, default=2)
     add("--rate", default="400mbit", help="rate of every node's link, in each direction")
@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     add("--no-control", action="store_true", help="do not run `none` a second time under another name")
     add("--loopback", action="store_true", help="no namespaces and no limit of the links' rate")
     add("--profile", action="store_true", help="instead: measure the nodes' links and write cluster.yaml")
-    return found
+    return arguments
 
 
 def run(options: argparse.Namespace) -> int:
@@ -216,11 +216,11 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
     names = list(dict.fromkeys(["W0", *options.workloads.split(",")]))
     counts = {name: counts_of(options, name, size, world_size, iterations) for name in names}
     heats = {name: report.heat(counts_LIZDE) for name, counts_LIZDE in counts.items()}
-    for name, of in heats.items():
+    for name, heat in heats.items():
         print(
             f"[testbed] {name}: micro-batches {counts[name].shape[2]}, "
-            f"expert max/mean {of['expert_max_over_mean']:.2f}, "
-            f"device max/mean {of['device_max_over_mean']:.2f}"
+            f"expert max/mean {heat['expert_max_over_mean']:.2f}, "
+            f"device max/mean {heat['device_max_over_mean']:.2f}"
         )
     print(f"[testbed] attention: {1e3 * attention_s:.1f} ms forward, twice as long backward", flush=True)
     where = {"namespaces": not options.loopback}
@@ -246,19 +246,19 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
             f"results differ from plain expert parallelism: {differences}, wanted at most 1e-5"
         )
 
-    what = (size, pace, profile, options.nodes, tuple(variants), counts)
+    settings = (size, pace, profile, options.nodes, tuple(variants), counts)
     times = (options.repetitions, options.warm_up, options.seed)
-    plan = measurement.Plan(*what, *times, namespaces=not options.loopback)
+    plan = measurement.Plan(*settings, *times, namespaces=not options.loopback)
     before = psutil.cpu_times()
     samples = run_on_nodes(measurement.measure, nodes, options.ranks_per_node, plan, **where)[0]
     shares = report.cpu_shares(before, psutil.cpu_times())
-    found = report.summaries(samples)
-    control = report.control_difference(found, CONTROL)
+    summaries = report.summaries(samples)
+    control = report.control_difference(summaries, CONTROL)
     chosen = [
-        one
+        auto
         for variant in variants
         if variant.strategy == "auto"
-        for one in report.against_best(samples, variant.name, [CONTROL])
+        for auto in report.against_best(samples, variant.name, [CONTROL])
     ]
     record = {
         "host": facts,
@@ -270,17 +270,17 @@ def _run_stacks(options: argparse.Namespace, nodes: Any, payload: float) -> None
         "worst_difference_from_ep": differences,
         "heat": heats,
         "control_difference": control,
-        "auto_against_best": [asdict(one) for one in chosen],
-        "summaries": found,
+        "auto_against_best": [asdict(auto) for auto in chosen],
+        "summaries": summaries,
         "samples": [asdict(sample) for sample in samples],
     }
-    _write(options, record, report.table(found, heats))
+    _write(options, record, report.table(summaries, heats))
     if options.result is not None:
         question = "How much faster is each strategy than Megatron's own dispatcher on the testbed?"
-        write_result(options.result, question, *report.result_rows(found))
-    for one in chosen:
-        over = "" if one.over_reference is None else f", {one.over_reference:.3f} times as fast as `none`"
-        print(f"[testbed] {one.workload}: auto took {one.over_best:.3f} of {one.best}'s seconds{over}")
+        write_result(options.result, question, *report.result_rows(summaries))
+    for auto in chosen:
+        over = "" if auto.over_reference is None else f", {auto.over_reference:.3f} times as fast as `none`"
+        print(f"[testbed] {auto.workload}: auto took {auto.over_best:.3f} of {auto.best}'s seconds{over}")
     for name, difference in control.items():
         print(f"[testbed] {name}: `none` a second time took {100 * difference:+.1f} %")
     print(
@@ -295,7 +295,7 @@ def variant_of(text: str) -> Any:
     from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
 
     name, _, given = text.partition(":")
-    overrides = [one for one in given.split(";") if one]
+    overrides = [override for override in given.split(";") if override]
     if name == "fssdp":
         overrides = [f"{key}={value}" for key, value in FSSDP_DEFAULTS.items()] + overrides
     settings = resolve_strategy(name, overrides=overrides)
@@ -325,10 +325,10 @@ def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int
 
     number = options.micro_batches or MICRO_BATCHES.get(name, 1)
     shape = WorkloadShape(world_size, size.num_experts, size.tokens_per_rank, size.top_k, iterations, number)
-    one = replace(shape, tokens_per_device=size.tokens_per_rank // number, num_micro_batches=1)
+    single = replace(shape, tokens_per_device=size.tokens_per_rank // number, num_micro_batches=1)
     wanted = (size.num_layers, iterations, number, world_size, size.num_experts)
     if name in WORKLOADS:
-        of = shape if name in MICRO_BATCHES else one
+        of = shape if name in MICRO_BATCHES else single
         return np.broadcast_to(WORKLOADS[name].micro_batches(of, options.seed), wanted)
     if name not in LOADS:
         raise ConfigurationError(
@@ -347,9 +347,9 @@ def counts_of(options: argparse.Namespace, name: str, size: Any, world_size: int
         # One micro-batch after the other, neighbours joined.
         joined = (number * len(recorded_IZLDE), -1, *recorded_IZLDE.shape[2:])
         recorded_ILDE = recorded_IZLDE.reshape(joined).sum(axis=1)
-        one, first = replace(one, num_iterations=number * iterations), number * first
+        single, first = replace(single, num_iterations=number * iterations), number * first
     of_layers = [recorded_ILDE[:, layer % recorded_ILDE.shape[1]] for layer in range(size.num_layers)]
-    counts = np.stack([replay(recorded_IDE, one, first) for recorded_IDE in of_layers])
+    counts = np.stack([replay(recorded_IDE, single, first) for recorded_IDE in of_layers])
     return np.broadcast_to(counts.reshape(size.num_layers, iterations, -1, *wanted[3:]), wanted)
 
 

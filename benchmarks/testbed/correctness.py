@@ -62,11 +62,11 @@ def compare(
             for iteration in range(_ITERATIONS):
                 counts_ZLE = counts_LIZDE[:, iteration, :, rank].swapaxes(0, 1)
                 result = stack.run(IterationInput.draw(counts_ZLE, size, (seed, number, iteration, rank)))
-                found = [result.output, result.hidden_gradient, *stack.gradients()]
+                tensors = [result.output, result.hidden_gradient, *stack.gradients()]
                 if variant is plain:
-                    reference[workload, iteration] = found
+                    reference[workload, iteration] = tensors
                 wanted = reference[workload, iteration]
-                error = max(error, *(_difference(*pair) for pair in zip(found, wanted, strict=True)))
+                error = max(error, *(_difference(*pair) for pair in zip(tensors, wanted, strict=True)))
         everyones = torch.tensor(error)
         dist.all_reduce(everyones, op=dist.ReduceOp.MAX)
         if variant is not plain:

@@ -100,8 +100,8 @@ class LayerStack:
     def run(self, inputs: IterationInput) -> IterationResult:
         """Run one iteration: both passes of every micro-batch in turn, and gradients at their owners."""
         micro_batches = inputs.micro_batches
-        leaves = [one.hidden.clone().requires_grad_() for one in micro_batches]
-        probs = [[layer.probs.clone().requires_grad_() for layer in one.layers] for one in micro_batches]
+        leaves = [batch.hidden.clone().requires_grad_() for batch in micro_batches]
+        probs = [[layer.probs.clone().requires_grad_() for layer in batch.layers] for batch in micro_batches]
         outputs, replica_bytes = [], 0
         self._pairs.clear()
         dist.barrier()
@@ -110,13 +110,13 @@ class LayerStack:
         for of_layer in self.parameters:
             for parameter in (tensor for tensors in of_layer.values() for tensor in tensors):
                 parameter.grad = None
-        for one, leaf, probs_L in zip(micro_batches, leaves, probs, strict=True):
+        for batch, leaf, probs_L in zip(micro_batches, leaves, probs, strict=True):
             hidden = self._enter(leaf)
-            for number, layer in enumerate(one.layers):
+            for number, layer in enumerate(batch.layers):
                 attended = self._attention(hidden)
                 hidden = hidden + self._moe(number, attended, layer.routing_map, probs_L[number])
             replica_bytes = max(replica_bytes, self._replica_bytes())
-            hidden.backward(one.gradient)
+            hidden.backward(batch.gradient)
             outputs.append(hidden.detach())
         self._finish()
         end_s, cpu_s = time.perf_counter(), time.thread_time() - begin_cpu_s
@@ -131,7 +131,7 @@ class LayerStack:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients of all experts of each layer, ``[E, elements]``, the same on all ranks."""
-        found = []
+        gradients = []
         for owned in self._owned():
             example = next(iter(self.parameters[0].values()))
             all_E = torch.zeros(self.size.num_experts, sum(tensor.numel() for tensor in example))
@@ -139,8 +139,8 @@ class LayerStack:
                 parts = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
                 all_E[expert] = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(all_E)
-            found.append(all_E)
-        return found
+            gradients.append(all_E)
+        return gradients
 
     def _dispatcher(self, kind: type, num_slots: int, **options: Any) -> Any:
         """One of Megatron's dispatchers, or one with its interface."""
@@ -201,9 +201,9 @@ class LayerStack:
             only_with_rows: Whether experts without rows get no gradients, as in a step of several.
         """
         used = [
-            (one, num_rows)
-            for one, num_rows in zip(parameters_U, rows_P.tolist(), strict=True)
-            if one is not None and (num_rows or not only_with_rows)
+            (weights, num_rows)
+            for weights, num_rows in zip(parameters_U, rows_P.tolist(), strict=True)
+            if weights is not None and (num_rows or not only_with_rows)
         ]
         experts, num_rows_P = [weights for weights, _ in used], [num_rows for _, num_rows in used]
         if self.pace is None:

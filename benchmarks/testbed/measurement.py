@@ -125,8 +125,8 @@ def measure(plan: Plan) -> list[Sample]:
                 samples.append(sample)
         if rank == 0:
             number = round_number - plan.warm_up + 1
-            what = f"repetition {number} of {plan.repetitions}" if number > 0 else "warm-up"
-            print(f"[testbed] {what} done", flush=True)
+            phase = f"repetition {number} of {plan.repetitions}" if number > 0 else "warm-up"
+            print(f"[testbed] {phase} done", flush=True)
     return samples
 
 

@@ -29,15 +29,19 @@ def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     for sample in samples:
         by_cell.setdefault((sample.workload, sample.variant), []).append(sample)
     balanced_s = [
-        quartiles([one.seconds for one in cell])[1] for (name, _), cell in by_cell.items() if name == BALANCED
+        quartiles([sample.seconds for sample in cell])[1]
+        for (name, _), cell in by_cell.items()
+        if name == BALANCED
     ]
     ceiling_s = min(balanced_s, default=None)
-    found = []
+    entries = []
     for (workload, variant), cell in sorted(by_cell.items()):
-        seconds = quartiles([one.seconds for one in cell])
-        reference = {one.repetition: one.seconds for one in by_cell.get((workload, REFERENCE), [])}
-        ratios = [reference[one.repetition] / one.seconds for one in cell if one.repetition in reference]
-        found.append(
+        seconds = quartiles([sample.seconds for sample in cell])
+        reference = {sample.repetition: sample.seconds for sample in by_cell.get((workload, REFERENCE), [])}
+        ratios = [
+            reference[sample.repetition] / sample.seconds for sample in cell if sample.repetition in reference
+        ]
+        entries.append(
             {
                 "workload": workload,
                 "variant": variant,
@@ -47,16 +51,16 @@ def summaries(samples: Sequence[Sample]) -> list[dict[str, Any]]:
                 "percent_of_ceiling": None if ceiling_s is None else 100 * ceiling_s / seconds[1],
                 "spag_hidden_share": _hidden_share(cell, 0),
                 "sprs_hidden_share": _hidden_share(cell, 1),
-                "dispatch_bytes_between_nodes": _median(one.dispatch_bytes[0] for one in cell),
-                "dispatch_bytes_inside_nodes": _median(one.dispatch_bytes[1] for one in cell),
-                "transfer_bytes_between_nodes": _median(one.transfer_bytes[0] for one in cell),
-                "transfer_bytes_inside_nodes": _median(one.transfer_bytes[1] for one in cell),
-                "busiest_node_bytes": _median(one.node_bytes for one in cell),
-                "replica_bytes": max(one.replica_bytes for one in cell),
-                "load_max_over_mean": np.percentile([one.loads for one in cell], (50, 99)).tolist(),
+                "dispatch_bytes_between_nodes": _median(sample.dispatch_bytes[0] for sample in cell),
+                "dispatch_bytes_inside_nodes": _median(sample.dispatch_bytes[1] for sample in cell),
+                "transfer_bytes_between_nodes": _median(sample.transfer_bytes[0] for sample in cell),
+                "transfer_bytes_inside_nodes": _median(sample.transfer_bytes[1] for sample in cell),
+                "busiest_node_bytes": _median(sample.node_bytes for sample in cell),
+                "replica_bytes": max(sample.replica_bytes for sample in cell),
+                "load_max_over_mean": np.percentile([sample.loads for sample in cell], (50, 99)).tolist(),
             }
         )
-    return found
+    return entries
 
 
 def _median(values: Any) -> float:
@@ -64,13 +68,13 @@ def _median(values: Any) -> float:
 
 
 def _hidden_share(cell: Sequence[Sample], kind: int) -> float | None:
-    busy_s = sum(one.transfer_s[kind] for one in cell)
-    return 1 - sum(one.exposed_s[kind] for one in cell) / busy_s if busy_s else None
+    busy_s = sum(sample.transfer_s[kind] for sample in cell)
+    return 1 - sum(sample.exposed_s[kind] for sample in cell) / busy_s if busy_s else None
 
 
-def control_difference(found: Sequence[Mapping[str, Any]], control: str) -> dict[str, float]:
+def control_difference(entries: Sequence[Mapping[str, Any]], control: str) -> dict[str, float]:
     """Return the relative difference between the medians of the control and of the reference, by workload."""
-    medians = {(one["workload"], one["variant"]): one["seconds"][1] for one in found}
+    medians = {(entry["workload"], entry["variant"]): entry["seconds"][1] for entry in entries}
     return {
         workload: seconds / medians[workload, REFERENCE] - 1
         for (workload, variant), seconds in medians.items()
@@ -98,20 +102,20 @@ def against_best(samples: Sequence[Sample], chooser: str, without: Sequence[str]
     for sample in samples:
         key = (sample.workload, sample.variant)
         total_s[key] = total_s.get(key, 0.0) + sample.seconds
-    found = []
+    comparisons = []
     for workload in dict.fromkeys(workload for workload, variant in total_s if variant == chooser):
         own_s = total_s[workload, chooser]
         others = {
             variant: seconds
-            for (of, variant), seconds in total_s.items()
-            if of == workload and variant not in (chooser, REFERENCE, *without)
+            for (wanted, variant), seconds in total_s.items()
+            if wanted == workload and variant not in (chooser, REFERENCE, *without)
         }
         if others:
             best = min(others, key=others.__getitem__)
             reference_s = total_s.get((workload, REFERENCE))
             over_reference = None if reference_s is None else reference_s / own_s
-            found.append(AgainstBest(workload, best, own_s / others[best], over_reference))
-    return found
+            comparisons.append(AgainstBest(workload, best, own_s / others[best], over_reference))
+    return comparisons
 
 
 def heat(counts_LIZDE: np.ndarray) -> dict[str, float]:
@@ -127,7 +131,7 @@ def heat(counts_LIZDE: np.ndarray) -> dict[str, float]:
     }
 
 
-def table(found: Sequence[Mapping[str, Any]], heats: Mapping[str, Mapping[str, float]]) -> str:
+def table(entries: Sequence[Mapping[str, Any]], heats: Mapping[str, Mapping[str, float]]) -> str:
     """Return a Markdown table of medians, with quartiles in brackets."""
     lines = [
         "| workload | expert / device max/mean | variant | seconds | speed-up | % of ceiling "
@@ -135,31 +139,32 @@ def table(found: Sequence[Mapping[str, Any]], heats: Mapping[str, Mapping[str, f
         "| device max/mean in micro-batches, median / 99 % |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for one in found:
-        of = heats[one["workload"]]
-        between = one["dispatch_bytes_between_nodes"] + one["transfer_bytes_between_nodes"]
-        inside = one["dispatch_bytes_inside_nodes"] + one["transfer_bytes_inside_nodes"]
-        ceiling, (median, high) = one["percent_of_ceiling"], one["load_max_over_mean"]
+    for row in entries:
+        heat = heats[row["workload"]]
+        between = row["dispatch_bytes_between_nodes"] + row["transfer_bytes_between_nodes"]
+        inside = row["dispatch_bytes_inside_nodes"] + row["transfer_bytes_inside_nodes"]
+        ceiling, (median, high) = row["percent_of_ceiling"], row["load_max_over_mean"]
         lines.append(
-            f"| {one['workload']} | {of['expert_max_over_mean']:.2f} / {of['device_max_over_mean']:.2f} "
-            f"| {one['variant']} | {_spread(one['seconds'])} | {_spread(one['speed_up'])} "
+            f"| {row['workload']} | {heat['expert_max_over_mean']:.2f} / {heat['device_max_over_mean']:.2f} "
+            f"| {row['variant']} | {_spread(row['seconds'])} | {_spread(row['speed_up'])} "
             f"| {'–' if ceiling is None else f'{ceiling:.0f}'} "
-            f"| {_share(one['spag_hidden_share'])} / {_share(one['sprs_hidden_share'])} "
-            f"| {between / 2**20:.1f} / {inside / 2**20:.1f} | {one['replica_bytes'] / 2**20:.1f} "
+            f"| {_share(row['spag_hidden_share'])} / {_share(row['sprs_hidden_share'])} "
+            f"| {between / 2**20:.1f} / {inside / 2**20:.1f} | {row['replica_bytes'] / 2**20:.1f} "
             f"| {median:.2f} / {high:.2f} |"
         )
     return "\n".join(lines)
 
 
-def result_rows(found: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+def result_rows(entries: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     """Return columns and rows for ``benchmarks/results``: seconds and speed-ups of every cell."""
     parts = ("low", "median", "high")
-    columns = ["workload", "variant", *(f"{what}, {it}" for what in ("seconds", "speed-up") for it in parts)]
+    columns = ["workload", "variant"]
+    columns += [f"{quantity}, {part}" for quantity in ("seconds", "speed-up") for part in parts]
     rows = []
-    for one in found:
-        numbers = [*one["seconds"], *(one["speed_up"] or [None] * len(parts))]
-        rounded = [None if it is None else round(it, 4) for it in numbers]
-        rows.append([one["workload"], one["variant"], *rounded])
+    for entry in entries:
+        numbers = [*entry["seconds"], *(entry["speed_up"] or [None] * len(parts))]
+        rounded = [None if number is None else round(number, 4) for number in numbers]
+        rows.append([entry["workload"], entry["variant"], *rounded])
     return columns, rows
 
 

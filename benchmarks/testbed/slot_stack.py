@@ -79,17 +79,17 @@ class SlotStack(LayerStack):
     ) -> torch.Tensor:
         layer = self.runtime.layers[number]
         layer.prepare(routing_map)
-        one = self._passes[number]
-        self._ran[number].append(one.plan)
-        dispatcher = self._dispatcher_of(one)
+        slot_pass = self._passes[number]
+        self._ran[number].append(slot_pass.plan)
+        dispatcher = self._dispatcher_of(slot_pass)
         slot_map, probs = layer.remap(routing_map, probs)
         self._count(slot_map)
         rows, row_probs = dispatcher.dispatch_preprocess(hidden.unsqueeze(1), slot_map, probs)
         rows, row_probs = dispatcher.token_dispatch(layer.enter_dispatch(rows), row_probs)
         layer.rows_travel()
         rows, rows_P, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-        compute = partial(self._experts, one.parameters_U)
-        if one.plan.in_steps:
+        compute = partial(self._experts, slot_pass.parameters_U)
+        if slot_pass.plan.in_steps:
 
             def of_step(*arguments: torch.Tensor) -> tuple[torch.Tensor, None]:
                 return compute(*arguments, only_with_rows=True), None
@@ -103,7 +103,7 @@ class SlotStack(LayerStack):
         rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
         return layer.finish(dispatcher.combine_postprocess(rows).view_as(hidden))
 
-    def _dispatcher_of(self, one: SlotPass) -> Any:
+    def _dispatcher_of(self, slot_pass: SlotPass) -> Any:
         """The dispatcher for the slots of a pass.
 
         All layers have the same one, because it keeps nothing that a backward pass needs.
@@ -116,26 +116,26 @@ class SlotStack(LayerStack):
 
         kind: type = MoEAlltoAllTokenDispatcher
         options: dict[str, Any] = {}
-        if one.plan.in_steps:
+        if slot_pass.plan.in_steps:
             kind = SmartScheduleTokenDispatcher
             options["ring"] = self.runtime.strategy.ring(self.groups.device, self.groups.topology)
-        elif one.plan.deduplicated:
+        elif slot_pass.plan.deduplicated:
             kind, options["topology"] = DeduplicatedTokenDispatcher, self.groups.topology
-        elif one.splits is not None:
+        elif slot_pass.splits is not None:
             kind = KnownSplitsDispatcher
-        key = kind.__name__, one.slots.slots_per_device
+        key = kind.__name__, slot_pass.slots.slots_per_device
         if key not in self._dispatchers:
             self._dispatchers[key] = self._dispatcher(kind, key[1], **options)
         if kind is KnownSplitsDispatcher:
-            self._dispatchers[key].splits = one.splits
+            self._dispatchers[key].splits = slot_pass.splits
         return self._dispatchers[key]
 
     def _replica_bytes(self) -> int:
         if self.runtime.strategy.resident_slots:
             # Resident slots have parameters, gradients and both moments, also when they are empty.
             return self.size.num_layers * self.runtime.strategy.resident_slots * 4 * self.size.expert_bytes
-        transfers = [one.transfers for one in self._passes.values()]
-        of_layers = [one.slots.held_bytes for one in transfers if one is not None]
+        transfers = [slot_pass.transfers for slot_pass in self._passes.values()]
+        of_layers = [transfer.slots.held_bytes for transfer in transfers if transfer is not None]
         # Parameters stay for the whole iteration. Gradients exist for one layer at a time.
         return sum(of_layers) + max(of_layers, default=0)
 

@@ -13,6 +13,6 @@ def test_variants_compute_the_same_on_the_cpu(tmp_path):
     record = json.loads(out.read_text())["sizes"]["toy*2"]
     assert record["relative_difference"] < 1e-5
     assert record["layer"]["fssdp"]["replicas"] > 0
-    for one in record["layer"].values():
-        assert 0 < one["busiest_s"][0] <= one["busiest_s"][1] <= one["busiest_s"][2]
+    for variant in record["layer"].values():
+        assert 0 < variant["busiest_s"][0] <= variant["busiest_s"][1] <= variant["busiest_s"][2]
     assert "fssdp: kernels of the busiest rank" in said

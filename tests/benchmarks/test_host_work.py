@@ -18,9 +18,9 @@ def counts(*, whole):
     return most_of(run_ranks(count_on_rank, num_ranks, cases, preload=VIRTUAL_PRELOAD))
 
 
-def assert_in_budget(case, found):
+def assert_in_budget(case, counts):
     """No strategy waits more often than Megatron, also if it plans each micro-batch by its counts."""
-    megatron, passes = found[MEGATRON], found[case.name]
+    megatron, passes = counts[MEGATRON], counts[case.name]
     waits = megatron.first.synchronizations
     assert passes.first.synchronizations == waits, passes.first.places
     assert passes.again.synchronizations <= waits, passes.again.places

@@ -48,10 +48,10 @@ def test_ratios_compare_geometric_means():
 def test_the_gate_keeps_tokens_beyond_the_allowed_number_in_their_node(leaving_share):
     rng = np.random.default_rng(0)
     counts_ILDE = rng.multinomial(1000, np.arange(1, 9) / 36, size=(3, 2, 4))
-    found = kept_in_nodes(counts_ILDE, Topology.uniform(4, 2), leaving_share)
-    assert np.abs(found.sum(axis=-1) - 1000).max() <= 4  # rounding
+    kept = kept_in_nodes(counts_ILDE, Topology.uniform(4, 2), leaving_share)
+    assert np.abs(kept.sum(axis=-1) - 1000).max() <= 4  # rounding
     for device, near in ((0, slice(0, 4)), (3, slice(4, 8))):
-        away = 1000 - found[:, :, device, near].sum(axis=-1)
+        away = 1000 - kept[:, :, device, near].sum(axis=-1)
         wanted = 1000 - counts_ILDE[:, :, device, near].sum(axis=-1)
         assert (np.abs(away - np.minimum(wanted, 1000 * leaving_share)) <= 4).all()
 
@@ -60,10 +60,10 @@ def test_pro_prophets_equations_know_compute_but_not_which_link_tokens_take():
     """Eq. 2 equals the simulator. In Eq. 1, a node's link is too fast and a device's share too slow."""
     setting = Setting(Model(1024, 1024, 2), "hpwnv", 1.25, 16, 16, 2, 1, num_iterations=5)
     for bandwidth, is_slower in (("a device's share", True), ("a node's link", False)):
-        found = compared(setting, bandwidth)
-        modelled_s, simulated_s = found["EC"].T
+        seconds = compared(setting, bandwidth)
+        modelled_s, simulated_s = seconds["EC"].T
         assert modelled_s == pytest.approx(simulated_s)
-        modelled_s, simulated_s = found["A2A"].T
+        modelled_s, simulated_s = seconds["A2A"].T
         assert ((modelled_s > simulated_s) == is_slower).all()
 
 
@@ -84,10 +84,10 @@ def test_the_kept_results_are_about_the_claims_and_the_page_shows_the_headlines(
     assert len(kept) == len(claims())
     for row, claim in zip(kept, claims(), strict=True):
         stated = words([claim.low, claim.high]) if claim.low > 0 else ""
-        found = [row[name] for name in ("paper", "kind", "where", "claim", "published", "headline")]
+        stored = [row[name] for name in ("paper", "kind", "where", "claim", "published", "headline")]
         where = claim.where or "(ours)"
         wanted = [claim.paper, claim.kind, where, claim.what, stated, claim.headline]
-        assert found == wanted, REPRODUCE
+        assert stored == wanted, REPRODUCE
         assert not claim.headline or f"| {claim.headline} | {stated} |" in page
     assert all(f"<!-- table: papers {paper} -->" in page for paper in PAPERS)
 
@@ -95,15 +95,15 @@ def test_the_kept_results_are_about_the_claims_and_the_page_shows_the_headlines(
 def test_rows_say_what_holds():
     row = replace(claims()[0], kind="row", low=2.0, high=2.0, note="so", headline="faster")
 
-    def found(*values, padded=(), **others):
+    def row_of(*values, padded=(), **others):
         return results.row_of(Answer(replace(row, **others), list(values), list(padded), ""))
 
-    rows = [found(2.0, padded=[4.0]), found(1.1, 1.3), found(0.9, 1.3), found(1.3, headline="", note="")]
+    rows = [row_of(2.0, padded=[4.0]), row_of(1.1, 1.3), row_of(0.9, 1.3), row_of(1.3, headline="", note="")]
     whether = [("yes", ""), ("direction", "so"), ("no", "so"), ("no", "open")]
-    assert [(one["holds"], one["why"]) for one in rows] == whether
+    assert [(result["holds"], result["why"]) for result in rows] == whether
     assert (rows[0]["padded"], rows[0]["padded ratio"], rows[0]["padded holds"]) == ("4.00", "2.00", "no")
-    rows += [found(2.0, kind="input"), found(2.0, kind="ours"), found(kind="none")]
-    assert [one["holds"] for one in rows[4:]] == ["input", "", "not simulated"]
+    rows += [row_of(2.0, kind="input"), row_of(2.0, kind="ours"), row_of(kind="none")]
+    assert [result["holds"] for result in rows[4:]] == ["input", "", "not simulated"]
     assert results.count(rows) == (1, 4)
     assert results.count(rows, "padded holds") == (0, 1)
     larger = Answer(replace(row, kind="larger", low=float("nan")), [(3.0, 2.0), (1.0, 2.0)], [], "")

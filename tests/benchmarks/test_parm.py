@@ -30,9 +30,9 @@ def test_link_rates_follow_from_the_published_beta():
 def test_all_but_two_cells_of_table_iv_are_close_to_the_papers():
     cells = [claim for claim in of_paper("parm") if claim.quantity == "cell"]
     missed = {
-        (one.settings["schedule"], one.settings["column"])
-        for one in cells
-        if abs(parm.cell(0.0, **one.settings) / one.low - 1) > NEAR
+        (claim.settings["schedule"], claim.settings["column"])
+        for claim in cells
+        if abs(parm.cell(0.0, **claim.settings) / claim.low - 1) > NEAR
     }
     assert missed == {("s2", "T-B 16"), ("s1", "T-B 32")}
     assert len(cells) == 48 == parm.num_near(0.0) + 2

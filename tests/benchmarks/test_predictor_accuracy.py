@@ -28,15 +28,14 @@ def sample(workload, variant, iteration, seconds):
 
 def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_path):
     """Loads are balanced, links inside nodes and start-ups cost nothing, so seconds are a simple sum."""
-    found = accuracy.compare(record(tmp_path, [sample("W0", "none", 1, 1.0)]), None)
-    (one,) = found
+    (comparison,) = accuracy.compare(record(tmp_path, [sample("W0", "none", 1, 1.0)]), None)
     pairs = SIZE["tokens_per_rank"] * SIZE["top_k"]
     experts_s = 3 * pairs * 4 * SIZE["hidden_size"] * SIZE["ffn_size"] / PACE["expert_flops_per_s"]
     # The two ranks of a node send half of their pairs to the other node four times, twice with probabilities.
     exchange_s = pairs * (4 * SIZE["hidden_size"] * 4 + 2 * 4) / PAYLOAD
     wanted_s = SIZE["num_layers"] * (experts_s + exchange_s + 3 * PACE["attention_s"])
-    assert one.simulated_s == pytest.approx(wanted_s, rel=0.05)  # counts are gathered too
-    assert one.error == pytest.approx(one.simulated_s - 1)
+    assert comparison.simulated_s == pytest.approx(wanted_s, rel=0.05)  # counts are gathered too
+    assert comparison.error == pytest.approx(comparison.simulated_s - 1)
 
 
 def test_the_command_writes_tables(tmp_path, monkeypatch, capsys):

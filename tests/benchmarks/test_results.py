@@ -28,11 +28,11 @@ def test_a_result_is_the_source_of_something(path, named):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_result_has_the_keys_and_a_cell_for_each_column(path):
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert tuple(found) == KEYS
-    assert path.name.startswith(found["date"])
-    assert found["rows"]
-    assert all(len(row) == len(found["columns"]) for row in found["rows"])
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert tuple(result) == KEYS
+    assert path.name.startswith(result["date"])
+    assert result["rows"]
+    assert all(len(row) == len(result["columns"]) for row in result["rows"])
 
 
 def test_a_written_result_has_one_row_on_each_line(tmp_path):

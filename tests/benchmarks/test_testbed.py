@@ -54,30 +54,30 @@ def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median():
         ("W1", "none again"): [2.0, 4.5, 3.3],
         ("W1", "fssdp"): [1.0, 1.0, 1.0],
     }
-    found = summaries(
-        [sample(*name, number, one) for name, of in seconds.items() for number, one in enumerate(of)]
+    cells = summaries(
+        [sample(*name, number, took) for name, times in seconds.items() for number, took in enumerate(times)]
     )
-    by_cell = {(one["workload"], one["variant"]): one for one in found}
+    by_cell = {(cell["workload"], cell["variant"]): cell for cell in cells}
     skewed = by_cell["W1", "fssdp"]
     assert skewed["speed_up"] == [2.5, 3.0, 3.5]
     assert skewed["percent_of_ceiling"] == pytest.approx(80.0)
     assert skewed["spag_hidden_share"] == 0.75
     assert skewed["sprs_hidden_share"] is None
     assert skewed["load_max_over_mean"] == pytest.approx([1.5, 3.95])  # of 1, 1, 1, 2, 3, 4
-    assert "| 1.50 / 3.95 |" in table(found, dict.fromkeys(("W0", "W1"), heat(np.ones((1, 1, 1, 2, 2)))))
-    assert control_difference(found, "none again") == {"W1": pytest.approx(0.1)}
+    assert "| 1.50 / 3.95 |" in table(cells, dict.fromkeys(("W0", "W1"), heat(np.ones((1, 1, 1, 2, 2)))))
+    assert control_difference(cells, "none again") == {"W1": pytest.approx(0.1)}
 
 
 def test_auto_is_compared_with_the_fastest_strategy_of_all_iterations():
     """The best median would be the wrong reference: c is fast in most iterations and very slow in one."""
     seconds = {"none": [8, 8, 8], "a": [4, 4, 4], "c": [1, 1, 20], "auto": [5, 4, 4], "none again": [1, 1, 1]}
     samples = [
-        Sample("W1", variant, index, index, one, 0.0, (0, 0), (0, 0), (0, 0), (0, 0), 0, 0, (1.0,))
-        for variant, of in seconds.items()
-        for index, one in enumerate(of)
+        Sample("W1", variant, index, index, value, 0.0, (0, 0), (0, 0), (0, 0), (0, 0), 0, 0, (1.0,))
+        for variant, values in seconds.items()
+        for index, value in enumerate(values)
     ]
     assert against_best(samples, "auto", ["none again"]) == [AgainstBest("W1", "a", 13 / 12, 24 / 13)]
-    assert against_best([one for one in samples if one.variant == "auto"], "auto") == []
+    assert against_best([sample for sample in samples if sample.variant == "auto"], "auto") == []
 
 
 def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_path):
@@ -87,9 +87,9 @@ def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_pat
 
     def counts(name, *options):
         given = parser().parse_args(["--out", "unused", "--replay-from=1", *options])
-        found = counts_of(given, name, size, 4, 2)
-        assert np.all(found.sum(axis=(2, 4)) == 64 * 2)
-        return found
+        counts_LIZDE = counts_of(given, name, size, 4, 2)
+        assert np.all(counts_LIZDE.sum(axis=(2, 4)) == 64 * 2)
+        return counts_LIZDE
 
     assert counts("W1").shape == (2, 2, 1, 4, 8)
     equal = counts("W1", "--micro-batches=2")
@@ -99,7 +99,7 @@ def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_pat
         assert not np.array_equal(*counts(name, "--micro-batches=2").swapaxes(0, 2)[:2, 0])
     replayed = counts("replay-micro", f"--loads={tmp_path / 'any.npz'}")
     of_sources = recorded_IZLDE[1:, :, 0].repeat(2, axis=2)  # each stands for two devices
-    shares, wanted = (one / one.sum(axis=-1, keepdims=True) for one in (replayed[1], of_sources))
+    shares, wanted = (counts / counts.sum(axis=-1, keepdims=True) for counts in (replayed[1], of_sources))
     assert shares == pytest.approx(wanted, abs=2 / 32)
     with pytest.raises(ValueError, match="tokens as a multiple of micro-batches"):
         counts("drift", "--micro-batches=3")
@@ -142,14 +142,13 @@ def test_two_ranks_are_measured_over_loopback(tmp_path):
     output, _ = process.communicate()
     assert process.returncode == 0, output
     record = json.loads((tmp_path / "testbed.json").read_text())
-    names = {(one["workload"], one["variant"]) for one in record["summaries"]}
-    assert names == {
+    by_cell = {(cell["workload"], cell["variant"]): cell for cell in record["summaries"]}
+    assert set(by_cell) == {
         (w, v) for w in ("W0", "W3", "jump-micro") for v in (*strategies.split(","), "none again")
     }
-    assert len(record["samples"]) == 2 * len(names)
+    assert len(record["samples"]) == 2 * len(by_cell)
     assert max(record["worst_difference_from_ep"].values()) <= 1e-5
-    by_cell = {(one["workload"], one["variant"]): one for one in record["summaries"]}
-    num_loads = {one["workload"]: len(one["loads"]) for one in record["samples"]}
+    num_loads = {sample["workload"]: len(sample["loads"]) for sample in record["samples"]}
     assert num_loads == {"W0": 2, "W3": 2, "jump-micro": 4 * 2}
     skewed = by_cell["W3", "fssdp"]
     assert skewed["replica_bytes"] >= 2 * 2 * 16 * 32 * 4  # at least one expert of each of the two layers
@@ -161,17 +160,17 @@ def test_two_ranks_are_measured_over_loopback(tmp_path):
     )
     assert "| W3 |" in (tmp_path / "testbed.md").read_text()
     written = json.loads((tmp_path / "result.json").read_text())
-    assert [row[:2] for row in written["rows"]] == sorted(map(list, names))
+    assert [row[:2] for row in written["rows"]] == sorted(map(list, by_cell))
 
 
 def namespaces_in_use():
     """Network namespaces that contain a process."""
-    found = set()
+    used = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                found.add(os.readlink(entry / "ns" / "net"))
-    return found
+                used.add(os.readlink(entry / "ns" / "net"))
+    return used
 
 
 @pytest.mark.slow
