@@ -14,19 +14,19 @@ TESTS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
 def needed_by(names: Iterable[str], extras: Iterable[str] = ()) -> dict[str, str]:
     """Versions of packages and of all that they need here, by name."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     waiting = [(name, (*extras,)) for name in names]
     while waiting:
         name, chosen = waiting.pop()
-        if (key := canonicalize_name(name)) in found:
+        if (key := canonicalize_name(name)) in versions:
             continue
         package = importlib.metadata.distribution(name)
-        found[key] = package.version
+        versions[key] = package.version
         for requirement in map(Requirement, package.requires or ()):
             marker = requirement.marker
             if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *chosen)):
                 waiting.append((requirement.name, (*requirement.extras,)))
-    return found
+    return versions
 
 
 if __name__ == "__main__":

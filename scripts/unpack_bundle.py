@@ -21,12 +21,12 @@ def unpack(bundle: Path) -> None:
         SystemExit: The bundle has no wheels for this Python.
     """
     wheels, packages = sorted((bundle / "wheels").glob("*.whl")), bundle / "site-packages"
-    tags = {one.name.split("-")[-3] for one in wheels} - {"py3", "py2.py3"}
+    tags = {wheel.name.split("-")[-3] for wheel in wheels} - {"py3", "py2.py3"}
     own = f"cp{sys.version_info.major}{sys.version_info.minor}"
     if own not in tags:
-        found = ", ".join(sorted(tags)) or "no wheels"
+        got = ", ".join(sorted(tags)) or "no wheels"
         sys.exit(
-            f"error: --bundle {bundle}: got {found}, wanted wheels for {own}; make the bundle with --python"
+            f"error: --bundle {bundle}: got {got}, wanted wheels for {own}; make the bundle with --python"
         )
     if packages.exists():
         return
@@ -41,7 +41,7 @@ def unpack(bundle: Path) -> None:
 def lacking(wheels: Iterable[Path]) -> list[Path]:
     """Return those wheels that this Python needs."""
     here = _packages()
-    offered = {name: (wheel, one) for wheel in wheels for name, one in _packages([str(wheel)]).items()}
+    offered = {name: (wheel, dist) for wheel in wheels for name, dist in _packages([str(wheel)]).items()}
     if "packaging" in offered:
         sys.path.append(str(offered["packaging"][0]))  # Python imports from a wheel of Python code
     from packaging.requirements import Requirement
@@ -62,8 +62,8 @@ def lacking(wheels: Iterable[Path]) -> list[Path]:
 
 def _packages(path: list[str] | None = None) -> dict[str, importlib.metadata.Distribution]:
     """Return the packages of a path by name; by default those of this Python."""
-    found = importlib.metadata.distributions(path=sys.path if path is None else path)
-    return {_key(one.name): one for one in reversed([*found])}  # of two, the first is imported
+    distributions = importlib.metadata.distributions(path=sys.path if path is None else path)
+    return {_key(dist.name): dist for dist in reversed([*distributions])}  # of two, the first is imported
 
 
 def _key(name: str) -> str:

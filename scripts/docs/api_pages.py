@@ -18,11 +18,11 @@ if (PACKAGE / "records").is_dir():
 
 def pages() -> dict[str, str]:
     """Return the Markdown text of each page, by its path below docs/."""
-    found = {"reference/api/index.md": _index()}
+    texts = {"reference/api/index.md": _index()}
     for room in ROOMS:
         parts = [f"# `{room}`: {ROOMS[room]}", *(f"::: {module}" for module in _modules(PACKAGE / room))]
-        found[f"reference/api/{room}.md"] = "\n\n".join(parts) + "\n"
-    return found
+        texts[f"reference/api/{room}.md"] = "\n\n".join(parts) + "\n"
+    return texts
 
 
 def _modules(room: Path) -> list[str]:

@@ -72,14 +72,14 @@ class Compared:
 def run_of(model: str, sequences: int = 1) -> RunConfig:
     """A run of a model on one device with so many sequences; only the sizes of its layers are used."""
     parts = (f"models/{model}", "parallelism/h200", "training/measure")
-    one = (
+    one_device = (
         "parallelism.num_nodes=1",
         "parallelism.nproc_per_node=1",
         "parallelism.expert_model_parallel_size=1",
     )
     return load_run(
         [Path(part) for part in parts],
-        (*one, f"training.micro_batch_size={sequences}", f"training.global_batch_size={sequences}"),
+        (*one_device, f"training.micro_batch_size={sequences}", f"training.global_batch_size={sequences}"),
     )
 
 
@@ -113,8 +113,8 @@ def compared(case: Case, slots: int, iterations: int, with_host: bool) -> Compar
     def mean_s(name: str) -> float:
         known = STRATEGIES[name].settings
         settings = known.model_validate({"slots": slots} if "slots" in known.model_fields else {})
-        found = simulate(name, settings, counts_ILDE[PAST:], cluster, job, past_ILDE=counts_ILDE[:PAST])
-        return found.mean_s
+        outcome = simulate(name, settings, counts_ILDE[PAST:], cluster, job, past_ILDE=counts_ILDE[:PAST])
+        return outcome.mean_s
 
     exchanges = job.num_experts > job.num_devices > 1
     others = {name: mean_s(name) for name in OTHERS if name != "smartmoe" or exchanges}
@@ -139,11 +139,11 @@ def moe_models() -> list[str]:
     return [name for name in names if run_of(name).model.num_experts]
 
 
-def by_workload(found: list[Compared], least: float) -> list[tuple[str, int, int, float, float]]:
+def by_workload(results: list[Compared], least: float) -> list[tuple[str, int, int, float, float]]:
     """For each workload: cases, cases at least ``least`` times as fast, median and worst speed."""
     rows = []
-    for workload in dict.fromkeys(one.case.workload for one in found):
-        speeds = [one.speed for one in found if one.case.workload == workload]
+    for workload in dict.fromkeys(result.case.workload for result in results):
+        speeds = [result.speed for result in results if result.case.workload == workload]
         reached = sum(speed >= least for speed in speeds)
         rows.append(
             (workload, len(speeds), reached, round(float(np.median(speeds)), 4), round(min(speeds), 4))
@@ -151,24 +151,24 @@ def by_workload(found: list[Compared], least: float) -> list[tuple[str, int, int
     return rows
 
 
-def report(found: list[Compared], least: float) -> str:
+def report(results: list[Compared], least: float) -> str:
     """The rows by workload and the list of cases below ``least``, as Markdown."""
     lines = ["| workload | cases | reached | median | worst |", "|---|---|---|---|---|"]
-    lines += [f"| {' | '.join(map(str, row))} |" for row in by_workload(found, least)]
-    below = sorted((one for one in found if one.speed < least), key=lambda one: one.speed)
-    reached = len(found) - len(below)
+    lines += [f"| {' | '.join(map(str, row))} |" for row in by_workload(results, least)]
+    below = sorted((result for result in results if result.speed < least), key=lambda result: result.speed)
+    reached = len(results) - len(below)
     lines += [
         "",
-        f"`fssdp` ≥ {least} × the best other strategy: {reached} of {len(found)} cases "
-        f"({100 * reached / len(found):.1f} %).",
+        f"`fssdp` ≥ {least} × the best other strategy: {reached} of {len(results)} cases "
+        f"({100 * reached / len(results):.1f} %).",
         "",
         "| cluster | model | devices | workload | best other | `fssdp` / best |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {one.case.cluster} | {one.case.model} | {one.num_devices} | {one.case.workload} | {one.best} | "
-        f"{one.speed:.3f} |"
-        for one in below
+        f"| {result.case.cluster} | {result.case.model} | {result.num_devices} | {result.case.workload} | "
+        f"{result.best} | {result.speed:.3f} |"
+        for result in below
     ]
     return "\n".join(lines)
 
@@ -192,12 +192,12 @@ def main() -> None:
     run = partial(compared, slots=given.slots, iterations=given.iterations, with_host=given.host)
     with ProcessPoolExecutor(given.processes) as pool:
         progress = track(pool.map(run, cases, chunksize=8), total=len(cases), console=Console(stderr=True))
-        found = list(progress)
-    print(report(found, given.least))
+        results = list(progress)
+    print(report(results, given.least))
     if given.result:
         question = "How fast is fssdp, compared with the best other strategy with equal slots?"
         columns = ("workload", "cases", f"cases of at least {given.least}", "median speed", "worst speed")
-        write_result(given.result, question, columns, by_workload(found, given.least))
+        write_result(given.result, question, columns, by_workload(results, given.least))
 
 
 if __name__ == "__main__":

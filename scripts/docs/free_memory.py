@@ -67,24 +67,24 @@ def rows(case: tuple[str, int, str], iterations: int) -> list[list[object]]:
 
     _, ep = run("ep", None)
     free = ep.mean_s / run("fssdp", None)[1].mean_s
-    found: list[list[object]] = []
+    table: list[list[object]] = []
     for free_gib in FREE_GIB:
         limited, outcome = run("fssdp", free_gib)
-        records = [layer for one in outcome.iterations for layers in one.micro_batches for layer in layers]
+        records = [layer for step in outcome.iterations for layers in step.micro_batches for layer in layers]
         layers = [layer for layer in records if layer.replicas]
-        of_lives = [[one.most_replicas for one in layers if one.life is life] for life in LIVES]
+        of_lives = [[layer.most_replicas for layer in layers if layer.life is life] for life in LIVES]
         speed = ep.mean_s / outcome.mean_s
         assert limited.memory_bytes is not None
-        missing = [one.memory.total_bytes - limited.memory_bytes for one in (outcome, ep)]
-        of_ours, of_ep = (max(0, one) / 2**30 for one in missing)
+        missing = [result.memory.total_bytes - limited.memory_bytes for result in (outcome, ep)]
+        of_ours, of_ep = (max(0, num_bytes) / 2**30 for num_bytes in missing)
         kept, in_pass = (max(used, default=0) for used in of_lives)
         shown = f"{speed:.2f}{'†' if of_ours else ''} ({kept} + {in_pass})"
         layers_kept, layers_in_pass = (round(len(used) / iterations, 1) for used in of_lives)
         gain = round((speed - 1) / (free - 1), 3) if free > 1 else 1.0
         row = [f"{model}, EP {num_devices}, {workload}", f"{free_gib} GiB", shown, kept, layers_kept]
         row += [in_pass, layers_in_pass, round(speed, 3), round(free, 3), gain]
-        found.append([*row, round(of_ours, 2), round(of_ep, 2)])
-    return found
+        table.append([*row, round(of_ours, 2), round(of_ep, 2)])
+    return table
 
 
 def main() -> None:
@@ -98,13 +98,13 @@ def main() -> None:
     cases = [(m, MODELS[m], w) for m in options.models.split(",") for w in options.workloads.split(",")]
     with ProcessPoolExecutor() as pool:
         ordered = pool.map(partial(rows, iterations=options.iterations), cases)
-        found = [
+        table = [
             row for some in track(ordered, total=len(cases), console=Console(stderr=True)) for row in some
         ]
-    for row in (COLUMNS, *found):
+    for row in (COLUMNS, *table):
         print("|", *(f"{cell} |" for cell in row))
     if options.result is not None:
-        write_result(options.result, "Which replicas fit, and what do they save?", COLUMNS, found, ANSWER)
+        write_result(options.result, "Which replicas fit, and what do they save?", COLUMNS, table, ANSWER)
 
 
 if __name__ == "__main__":

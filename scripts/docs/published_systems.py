@@ -110,8 +110,8 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
         "most replicas of one expert": "4, 5, 6",
         "sending weights, ms": "0.194, 0.195, 0.188",
     }
-    for (what, published), here in zip(stated.items(), zip(*of_loads, strict=True), strict=True):
-        yield "UltraEP", f"{what}, from max/mean 1.51, 2.01, 3.03", published, ", ".join(here)
+    for (quantity, published), here in zip(stated.items(), zip(*of_loads, strict=True), strict=True):
+        yield "UltraEP", f"{quantity}, from max/mean 1.51, 2.01, 3.03", published, ", ".join(here)
     after = ", ".join(ultraep(before, 128)[0] for before in (1.30, 4.01))
     yield "UltraEP", "max/mean load, from 1.30 and 4.01 (its models)", "1.01–1.04, 1.01–1.04", after
     rows_D = equal_rows(even_owners(256, DEVICES), loads_of(3.03, 256), DEVICES).sum(axis=0)
@@ -121,9 +121,9 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
 def hits(published: str, here: str) -> str:
     """How many numbers are within 15 % of the published ones, or of their ranges."""
     pairs = list(zip(published.split(", "), map(float, here.split(", ")), strict=True))
-    bounds = ((list(map(float, one.split("–"))), number) for one, number in pairs)
-    found = sum((1 - WITHIN) * one[0] <= number <= (1 + WITHIN) * one[-1] for one, number in bounds)
-    return f"{found} of {len(pairs)}"
+    bounds = ((list(map(float, text.split("–"))), number) for text, number in pairs)
+    num_near = sum((1 - WITHIN) * bound[0] <= number <= (1 + WITHIN) * bound[-1] for bound, number in bounds)
+    return f"{num_near} of {len(pairs)}"
 
 
 def main() -> None:
@@ -131,12 +131,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--result", type=Path, help="file for benchmarks/results")
     given = parser.parse_args()
-    found = [(*row, hits(*row[2:])) for row in rows()]
-    for row in found:
+    table = [(*row, hits(*row[2:])) for row in rows()]
+    for row in table:
         print(*row, sep=" | ")
     if given.result:
         question = "Do the simulated systems of others have the figures that their publications state?"
-        write_result(given.result, question, ("system", "figure", "published", "here", "within 15 %"), found)
+        write_result(given.result, question, ("system", "figure", "published", "here", "within 15 %"), table)
 
 
 if __name__ == "__main__":

@@ -79,15 +79,15 @@ class Recipe:
 def recipes(checkout: Path) -> list[Recipe]:
     """Read all training recipes with experts. Inference and reinforcement learning are left out."""
     cases = checkout / "tests" / "functional_tests" / "test_cases"
-    found = []
+    chosen = []
     for file in sorted(cases.glob("*/*/model_config.yaml")):
         name = file.parent.relative_to(cases).as_posix()
         if "inference" in name or "grpo" in name:
             continue
         flags = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("MODEL_ARGS") or {}
         if "--num-experts" in flags:
-            found.append(Recipe(name, {flag: value for flag, value in flags.items() if value is not False}))
-    return found
+            chosen.append(Recipe(name, {flag: value for flag, value in flags.items() if value is not False}))
+    return chosen
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:
@@ -121,13 +121,13 @@ def refusal(recipe: Recipe) -> str | None:
     return None
 
 
-def table(found: Sequence[Recipe]) -> str:
+def table(all_recipes: Sequence[Recipe]) -> str:
     """Return the part of docs/compatibility.md about the recipes, with its marks: a row for each result.
 
     Those that are accepted are only counted.
     """
     names_of: dict[str, list[str]] = {}
-    for recipe in found:
+    for recipe in all_recipes:
         names_of.setdefault(_cell(recipe), []).append(f"`{recipe.name}`")
     lines = (
         f"| {result} | {len(names)}{': ' + ', '.join(names) if result.startswith('refused') else ''} |"

@@ -123,15 +123,15 @@ def keep(name: str, out: Path) -> None:
 
 def rows_of(name: str) -> list[list[object]]:
     """The figures of each layer on more devices than were recorded."""
-    found = np.load(RECORDINGS / f"{name}.npz")
-    counts_IZLDE, iterations = found["counts_IZLDE"].astype(np.int64), found["iterations"]
+    recording = np.load(RECORDINGS / f"{name}.npz")
+    counts_IZLDE, iterations = recording["counts_IZLDE"].astype(np.int64), recording["iterations"]
     times = DEVICES // counts_IZLDE.shape[3]
     counts_IZLDE = np.repeat(counts_IZLDE, times, axis=3) / times
     figures = [
         load_changes(counts_IZLDE[:, :, layer], iterations, SLOTS, MOST)
         for layer in range(counts_IZLDE.shape[2])
     ]
-    return [[*split(name), *(round(float(one), 3) for one in np.mean(figures, axis=0))]]
+    return [[*split(name), *(round(float(figure), 3) for figure in np.mean(figures, axis=0))]]
 
 
 if __name__ == "__main__":

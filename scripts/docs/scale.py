@@ -150,7 +150,7 @@ def row_of(model: str, num_gpus: int) -> list[object]:
         fits = f"no: experts alone need {need_gib:,.0f} of {has_gib:.0f} GiB"
         return [*layout, fits, *[None] * (len(COLUMNS) - len(layout) - 1)]
     ours = outcome("fssdp", LOG_NORMAL, "megatron")
-    sends: list[float] = [round(float(x)) for one_D in sent_XD[:2] for x in (one_D.mean(), one_D.max())]
+    sends: list[float] = [round(float(x)) for sent_D in sent_XD[:2] for x in (sent_D.mean(), sent_D.max())]
     sends.append(round(float(sent_XD[2].max()), 1))
 
     def compared(*how: Any) -> list[float]:
@@ -162,12 +162,12 @@ def row_of(model: str, num_gpus: int) -> list[object]:
     deepep = compared(LOG_NORMAL, "megatron", with_deepep(cluster), fused)
     experts, most_replicas = ours.memory.experts, int(ours.of_layers("most_replicas").max())
     slots_gib = (experts.replica_parameters_bytes + experts.replica_gradients_bytes) / GIB
-    sizes = [round(one.memory.total_bytes / GIB) for one in (ep, ours)]
+    sizes = [round(result.memory.total_bytes / GIB) for result in (ep, ours)]
     near = min(group_size, NODE_GPUS) - 1
     groups = [stages * copies, group_size - 1, near, near * NCCL_BUFFER_MIB]
     planning_ms = median_ms("fssdp", job, 16)[0] * -(-job.num_layers // job.num_devices)
     host = [round(planning_ms), most_replicas, slots_gib, experts.transfer_buffers_bytes / GIB]
-    most = [float(one.load_max_over_mean_IL.mean()) for one in (ep, ours)]
+    most = [float(result.load_max_over_mean_IL.mean()) for result in (ep, ours)]
     seconds = [*most, ep.mean_s, ours.mean_s, ep.mean_s / ours.mean_s, even[2]]
     seconds += [*once, once[0] / ours.mean_s, *deepep]
     seconds += [ep.mean_s / outcome(name, LOG_NORMAL, "megatron").mean_s for name in OTHERS]

@@ -40,7 +40,7 @@ def settings_table(model: type[BaseModel], *, without: Sequence[type[BaseModel]]
         model: Pydantic model whose keys are listed.
         without: Models whose keys are left out if they have the same default and meaning there.
     """
-    known = {name: field for other in without for name, field in other.model_fields.items()}
+    known = {name: field for left_out in without for name, field in left_out.model_fields.items()}
     lines = ["| key | kind | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         if name in known and repr(known[name]) == repr(field):
@@ -134,11 +134,11 @@ def _without_sections(model: type[BaseModel]) -> type[BaseModel]:
         for name, field in model.model_fields.items()
         if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
     }
-    other: type[BaseModel] = type(
+    reduced: type[BaseModel] = type(
         "Other", (BaseModel,), {"__annotations__": {name: field.annotation for name, field in fields.items()}}
     )
-    other.model_fields.update(fields)
-    return other
+    reduced.model_fields.update(fields)
+    return reduced
 
 
 def kind_of_field(field: FieldInfo) -> str:

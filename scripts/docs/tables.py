@@ -89,7 +89,7 @@ def results(words: str) -> str:
     if chosen:
         shown = chosen.split("; ")
         others = [columns.index(column) for column in shown[1:]]
-        rows = [row for row in rows if any(row[other] is not None for other in others)]
+        rows = [row for row in rows if any(row[at] is not None for at in others)]
     header = [column or " " for column in shown]
     return table(header, zip(*(_column(columns, rows, column) for column in shown), strict=True))
 
@@ -99,18 +99,18 @@ def _pivot(columns: list[str], rows: list[list[object]], by: str, value: str) ->
     key, second, wanted = columns.index(by), 1 + columns.index(by), columns.index(value)
     names = list(dict.fromkeys(str(row[second]) for row in rows))
     shown = _shown([row[wanted] for row in rows])
-    found = {(row[key], row[second]): cell for row, cell in zip(rows, shown, strict=True)}
+    cells = {(row[key], row[second]): cell for row, cell in zip(rows, shown, strict=True)}
     lines = (
-        [str(one), *(found.get((one, name), "–") for name in names)]
-        for one in dict.fromkeys(row[key] for row in rows)
+        [str(first), *(cells.get((first, name), "–") for name in names)]
+        for first in dict.fromkeys(row[key] for row in rows)
     )
     return table([by, *names], lines)
 
 
 def _column(columns: list[str], rows: list[list[object]], name: str) -> list[str]:
     """The cells of a column, with its quartiles if it has them."""
-    parts = [one for one in (name, f"{name} q1", f"{name} q3") if one in columns]
-    values = [[row[columns.index(one)] for one in parts] for row in rows]
+    parts = [part for part in (name, f"{name} q1", f"{name} q3") if part in columns]
+    values = [[row[columns.index(part)] for part in parts] for row in rows]
     cells = iter(_shown([value for cell in values for value in cell]))
     triples = [[next(cells) for _ in parts] for _ in values]
     return [
@@ -186,7 +186,7 @@ def papers(which: str) -> str:
 
 
 GENERATORS: dict[str, Callable[[str], str]] = {
-    one.__name__: one for one in (settings, results, papers, code, versions, refused, combinations)
+    writer.__name__: writer for writer in (settings, results, papers, code, versions, refused, combinations)
 }
 """What may stand after ``table:``, by its first word. The other words are the argument."""
 

@@ -56,10 +56,10 @@ def main() -> int:
         device = "virtual" if options.virtual else "one-card" if cards == 1 else "cuda"
         ranks = cards if cards > 1 else _FEWEST_RANKS
         steps = check_steps(root, out, ranks, device)
-        wanted = options.step or [one.name for one in steps]
-        if missing := set(wanted).difference(one.name for one in steps):
+        wanted = options.step or [step.name for step in steps]
+        if missing := set(wanted).difference(step.name for step in steps):
             raise ConfigurationError(f"--step {min(missing)}: is no step, wanted one such as gpu_kernels")
-        steps = [one for one in steps if one.name in wanted]
+        steps = [step for step in steps if step.name in wanted]
         empty(out)
         return check(out, steps, ranks, device)
     except ConfigurationError as error:
@@ -86,7 +86,7 @@ def check(out: Path, steps: list[Step], ranks: int, device: str) -> int:
                 at = waiting.popleft()
                 print(f"[{at + 1:2}/{len(steps)}] {steps[at].name}", flush=True)
                 running[at] = steps[at].start(out / "logs")
-            for at, step in [(at, step) for at, one in running.items() if (step := one.ended()) is not None]:
+            for at, step in [(at, step) for at, run in running.items() if (step := run.ended()) is not None]:
                 del running[at]
                 steps[at] = step
                 why = f": {step.reason}; log: {out / 'logs' / step.name}.txt" if step.reason else ""
@@ -94,15 +94,15 @@ def check(out: Path, steps: list[Step], ranks: int, device: str) -> int:
                 verdict, archive = write_results(out, steps, ranks, device)
             time.sleep(_POLL_S)
     finally:
-        for one in running.values():
-            one.end()
+        for run in running.values():
+            run.end()
     print(f"{verdict}\npage:   {out / PAGE}\nattach: {archive}", flush=True)
     return EXIT_FAILED if any(step.verdict == "failed" for step in steps) else 0
 
 
 def _may_start(step: Step, running: Sequence[Step], most: int) -> bool:
     """Whether a step may start beside those that run; their number is limited."""
-    return not running or (len(running) < most and all(one.has_company for one in (step, *running)))
+    return not running or (len(running) < most and all(member.has_company for member in (step, *running)))
 
 
 def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
@@ -130,8 +130,8 @@ def check_steps(root: Path, out: Path, ranks: int, device: str) -> list[Step]:
     of_engine = ("fssdp-grouped-tensor", "fssdp-graphs")
     plain = [case for case in CASES if case not in ARGUMENTS]
     # Virtual devices train in bf16 only where other code runs than in fp32.
-    other = (*ARGUMENTS, BASELINE, "fssdp-rematerialized")
-    in_bf16 = [case for case in CASES if not is_virtual or case in other]
+    differing = (*ARGUMENTS, BASELINE, "fssdp-rematerialized")
+    in_bf16 = [case for case in CASES if not is_virtual or case in differing]
     beside = device != "cuda"  # NCCL waits on the GPU: several trainings would hold up each other.
     trainings = {
         precision: [

@@ -113,9 +113,9 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
     for case, by_precision in by_case.items():
         line = [case]
         for precision in ("fp32", "bf16"):
-            one = by_precision.get(precision)
-            loss = f"{one['losses'][-1]:.6f}" if one and one["losses"] else "none" if one else ""
-            line += [loss, (one["problem"] or f"{one['difference']:.1e}") if one else ""]
+            run = by_precision.get(precision)
+            loss = f"{run['losses'][-1]:.6f}" if run and run["losses"] else "none" if run else ""
+            line += [loss, (run["problem"] or f"{run['difference']:.1e}") if run else ""]
         last = [*by_precision.values()][-1]
         more_mib = 1024 * (last["peak_gib"] - base_gib.get(last["precision"], 0.0))
         predicted = _PREDICTED.search(last["predicted"])
@@ -139,17 +139,17 @@ def _layer_times(out: Path, *, is_virtual: bool) -> str:
     cells: list[tuple[str, ...]] = []
     # A step may have written anything.
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found = json.loads((out / "results" / "gpu_layer.json").read_text(encoding="utf-8"))
-        for size, of_size in found["sizes"].items():
-            for variant, one in of_size["layer"].items():
-                times = _ms(one["busiest_s"]), f"{one['none_over_this'][1]:.2f}"
-                memory = f"{one['peak_bytes_above_weights'] / 2**30:.2f} GiB"
-                cells.append((size, variant, *times, str(one["kernels"]), f"{one['replicas']:.1f}", memory))
+        record = json.loads((out / "results" / "gpu_layer.json").read_text(encoding="utf-8"))
+        for size, of_size in record["sizes"].items():
+            for variant, row in of_size["layer"].items():
+                times = _ms(row["busiest_s"]), f"{row['none_over_this'][1]:.2f}"
+                memory = f"{row['peak_bytes_above_weights'] / 2**30:.2f} GiB"
+                cells.append((size, variant, *times, str(row["kernels"]), f"{row['replicas']:.1f}", memory))
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        found = json.loads((out / "results" / "overlap.json").read_text(encoding="utf-8"))
-        for one in found["summaries"] if not is_virtual else ():
-            ratio = f"{one['overlapped_over_in_turn'][1]:.2f} of in turn"
-            cells.append((one["setting"], "transfers overlapped", _ms(one["seconds_overlapped"]), ratio))
+        record = json.loads((out / "results" / "overlap.json").read_text(encoding="utf-8"))
+        for row in record["summaries"] if not is_virtual else ():
+            ratio = f"{row['overlapped_over_in_turn'][1]:.2f} of in turn"
+            cells.append((row["setting"], "transfers overlapped", _ms(row["seconds_overlapped"]), ratio))
     header = (
         *("size", "strategy", "busiest rank, ms (quartiles)", "none over this", "kernels", "replicas"),
         "memory above weights",
@@ -161,9 +161,9 @@ def _kernel_times(out: Path) -> str:
     """Return the table of single kernels, one row for each size with all of its cases."""
     cases: dict[tuple[str, str], list[str]] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((out / "results" / "gpu_kernels.json").read_text(encoding="utf-8"))
-        for part, size, case, device_us, host_us, speed in found["rows"]:
-            times = [f"{one:,.0f}" for one in (device_us, host_us) if one is not None]
+        record = json.loads((out / "results" / "gpu_kernels.json").read_text(encoding="utf-8"))
+        for part, size, case, device_us, host_us, speed in record["rows"]:
+            times = [f"{us:,.0f}" for us in (device_us, host_us) if us is not None]
             shown = " / ".join(times) + (f" ({speed:,.0f} GB/s)" if speed is not None else "")
             cases.setdefault((part, size), []).append(f"{case}: {shown or 'ran'}")
     rows = [(*key, "; ".join(shown)) for key, shown in cases.items()]

@@ -17,9 +17,9 @@ HUNK = re.compile(r"^@@ -(?P<after>\d+),0 \+(?P<first>\d+),(?P<count>\d+) @@$")
 
 
 def field(diff, name):
-    found = re.search(rf"^{name}: (.+)$", diff.read_text(), re.MULTILINE)
-    assert found is not None, f"{diff} has no line {name}:"
-    return found[1]
+    match = re.search(rf"^{name}: (.+)$", diff.read_text(), re.MULTILINE)
+    assert match is not None, f"{diff} has no line {name}:"
+    return match[1]
 
 
 def run(*arguments, **options):

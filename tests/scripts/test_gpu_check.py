@@ -21,8 +21,8 @@ def step(name, code, limit_s=60, **more):
     return Step(name, (sys.executable, "-c", textwrap.dedent(code)), limit_s, **more)
 
 
-def run(one, logs):
-    running = one.start(logs)
+def run(planned, logs):
+    running = planned.start(logs)
     while (done := running.ended()) is None:
         time.sleep(0.05)
     return done
@@ -92,7 +92,7 @@ def test_every_strategy_is_trained_after_its_baseline():
 @pytest.mark.parametrize("device", ["cuda", "one-card", "virtual"])
 def test_benchmarks_know_the_options_that_they_get(device, tmp_path):
     steps = gpu_check.check_steps(ROOT, tmp_path, 4, device)
-    of_benchmarks = [one.command for one in steps if one.command[1].startswith(str(ROOT / "benchmarks"))]
+    of_benchmarks = [step.command for step in steps if step.command[1].startswith(str(ROOT / "benchmarks"))]
     assert {Path(words[1]).stem for words in of_benchmarks} == {
         "gpu_parity",
         "gpu_kernels",
@@ -236,10 +236,10 @@ def test_the_whole_check_passes_on_virtual_devices(tmp_path):
         [*words, "--out", tmp_path / "out"], capture_output=True, text=True, cwd=ROOT, timeout=3500
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
-    verdicts = {each["name"]: each["verdict"] for each in found["steps"]}
+    record = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    verdicts = {step["name"]: step["verdict"] for step in record["steps"]}
     assert set(verdicts.values()) <= {"passed", "skipped"}
     assert verdicts["overlap"] == "passed"
-    moved = {row["case"] for row in found["parity"] if row["num_replicas"] or row["num_resharded"]}
+    moved = {row["case"] for row in record["parity"] if row["num_replicas"] or row["num_resharded"]}
     assert {"fssdp-rematerialized", "fastermoe-smart-schedule", "quota"} <= moved
-    assert "fssdp-resharded" in {row["case"] for row in found["parity"] if row["num_resharded"]}
+    assert "fssdp-resharded" in {row["case"] for row in record["parity"] if row["num_resharded"]}

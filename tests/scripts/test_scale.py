@@ -30,19 +30,19 @@ def test_messages_are_those_that_the_runtime_posts(monkeypatch):
     rule = job.messages(cluster)
 
     def posted(num_bytes, device, *, is_gather):
-        each = rule.message_bytes(num_bytes, hops, is_far=True)
-        steps = steps_of(plan.transfer, device, -(-num_bytes // each), is_gather=is_gather)
+        message_bytes = rule.message_bytes(num_bytes, hops, is_far=True)
+        steps = steps_of(plan.transfer, device, -(-num_bytes // message_bytes), is_gather=is_gather)
         return sum(len(step.sends) for step in steps)
 
     elements = job.expert_elements
     for early in (0.0, 0.25):
-        found_XD = scale.sent_by_devices(replace(plan, early=early), job, cluster)
+        sent_XD = scale.sent_by_devices(replace(plan, early=early), job, cluster)
         parts = [round(early * elements), elements - round(early * elements)]
         for device in range(8):
             gathers = sum(posted(2 * part, device, is_gather=True) for part in parts if part)
-            assert found_XD[0, device] == gathers
-            assert found_XD[1, device] == posted(4 * elements, device, is_gather=False)
-    assert found_XD[2].sum() == pytest.approx(placement.num_replicas * elements * (2 + 4) / 2**30)
+            assert sent_XD[0, device] == gathers
+            assert sent_XD[1, device] == posted(4 * elements, device, is_gather=False)
+    assert sent_XD[2].sum() == pytest.approx(placement.num_replicas * elements * (2 + 4) / 2**30)
 
 
 def test_a_stage_has_all_devices_and_layers(monkeypatch):
