@@ -83,7 +83,7 @@ for room, names, allowed in cells("""
     cli | analysis doctor | .
     """):
     of_room = SUB_ROOMS.setdefault(room, {})
-    of_room |= {name.strip("."): {one.strip(".") for one in allowed.split()} for name in names.split()}
+    of_room |= {name.strip("."): {sub.strip(".") for sub in allowed.split()} for name in names.split()}
 
 FORBIDDEN = {
     "planning": {"time", "datetime", "random", "os", "argparse", "threading"},
@@ -129,7 +129,7 @@ def violations(source, parts):
     inner, outer = LAYERS[layer]
     module = ".".join([PACKAGE, *parts]).removesuffix(".py").removesuffix(".__init__")
     tree = ast.parse(source)
-    found = []
+    problems = []
     for line, name in imports_of(tree, module, parts[-1] == "__init__.py"):
         top, *rest = name.split(".")
         if top == PACKAGE and rest[:1] == [layer]:
@@ -141,20 +141,20 @@ def violations(source, parts):
         else:
             allowed = top in outer or (top in sys.stdlib_module_names and top not in FORBIDDEN.get(layer, ()))
         if not allowed:
-            found.append(f"{'/'.join(parts)}:{line}: {layer}/{own_sub_room} must not import {name}")
+            problems.append(f"{'/'.join(parts)}:{line}: {layer}/{own_sub_room} must not import {name}")
     if layer in NO_ENVIRONMENT:
-        found += [
+        problems += [
             f"{'/'.join(parts)}:{node.lineno}: {layer} must not read the environment"
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
         ]
-    return found
+    return problems
 
 
 def test_imports_keep_to_the_table():
     files = {path: path.relative_to(ROOT).parts for path in ROOT.rglob("*.py")}
-    found = [one for path, parts in files.items() for one in violations(path.read_text("utf-8"), parts)]
-    assert not found, "\n".join(found)
+    lines = [line for path, parts in files.items() for line in violations(path.read_text("utf-8"), parts)]
+    assert not lines, "\n".join(lines)
 
 
 def test_the_table_has_no_cycle():
@@ -164,11 +164,11 @@ def test_the_table_has_no_cycle():
 
 def files_imported(sources):
     """The modules of the package that each one imports, of sources by module with whether it is a package."""
-    found = {}
+    graph = {}
     for module, (source, is_package) in sources.items():
         names = [name for _, name in imports_of(ast.parse(source), module, is_package)]
-        found[module] = {one if one in sources else one.rpartition(".")[0] for one in names} & set(sources)
-    return {module: imported - {module} for module, imported in found.items()}
+        graph[module] = {mod if mod in sources else mod.rpartition(".")[0] for mod in names} & set(sources)
+    return {module: imported - {module} for module, imported in graph.items()}
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -178,8 +178,8 @@ def test_no_files_import_each_other_in_a_circle():
         is_package = parts[-1] == "__init__"
         sources[".".join(parts[:-1] if is_package else parts)] = path.read_text("utf-8"), is_package
     imported = files_imported(sources)
-    for module, other in CIRCLES:
-        imported[module].remove(other)  # An error if there is no such import any more.
+    for module, target in CIRCLES:
+        imported[module].remove(target)  # An error if there is no such import any more.
     TopologicalSorter(imported).prepare()
 
 

@@ -92,7 +92,7 @@ def test_version_metadata_and_files_of_the_sdist(distributions):
         (path,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(path))
     required = {
-        re.match(r"[\w-]+", one)[0] for one in metadata.get_all("Requires-Dist") if "extra" not in one
+        re.match(r"[\w-]+", line)[0] for line in metadata.get_all("Requires-Dist") if "extra" not in line
     }
     assert required == {"megatron-core", "numpy", "pydantic", "PyYAML", "torch"}
     version = metadata["Version"]

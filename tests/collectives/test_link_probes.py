@@ -104,9 +104,9 @@ def test_a_class_of_links_has_the_costs_of_its_slowest_link():
 
         links = links_between(nodes, given_s)
         assert len(probes) == num_probes[rank]
-        assert [link.beta_s_per_byte for link in links] == pytest.approx([1e-9 * one for one in slowest])
+        assert [link.beta_s_per_byte for link in links] == pytest.approx([1e-9 * times for times in slowest])
         all_at_once = nodes == (0, 0, 1, 1)
-        alphas = [1e-3 * one for one in ((4, 40, 30) if all_at_once else slowest)]
+        alphas = [1e-3 * times for times in ((4, 40, 30) if all_at_once else slowest)]
         assert [link.alpha_s for link in links] == pytest.approx(alphas)
 
 
@@ -148,11 +148,11 @@ def test_messages_of_a_whole_expert_are_measured_where_they_are_fast():
 
 @on_plain_ranks(4)
 def test_real_links_cost_something_and_all_ranks_know_them():
-    found, of_ranks = links_between((0, 0, 1, 1)), [None] * 4
-    dist.all_gather_object(of_ranks, found)
-    assert of_ranks == [found] * 4
-    assert all(link.beta_s_per_byte > LEAST_BETA_S_PER_BYTE for link in found)
-    assert all(link.time_s(1 << 22) > 1e-5 for link in found), "4 MiB were not sent"
+    links, of_ranks = links_between((0, 0, 1, 1)), [None] * 4
+    dist.all_gather_object(of_ranks, links)
+    assert of_ranks == [links] * 4
+    assert all(link.beta_s_per_byte > LEAST_BETA_S_PER_BYTE for link in links)
+    assert all(link.time_s(1 << 22) > 1e-5 for link in links), "4 MiB were not sent"
 
 
 @on_plain_ranks(1)

@@ -15,7 +15,7 @@ from megatron_fssdp.collectives.transfer_lanes import (
 )
 
 
-def one_step(run):
+def single_step(run):
     yield False
     run()
 
@@ -41,12 +41,12 @@ def test_an_exception_of_a_transfer_is_raised_by_its_wait_and_the_lane_goes_on()
         raise ConnectionError("peer went away")
 
     runs = broken, lambda: order.append("second")
-    failed, next_one = (lane.submit(one_step(run), TransferTimer()) for run in runs)
+    failed, following = (lane.submit(single_step(run), TransferTimer()) for run in runs)
     with pytest.raises(ConnectionError, match="peer went away"):
         failed.wait()
     assert failed.timer.seconds() == (0.0, 0.0)
-    next_one.wait()
-    assert next_one.timer.end is not None
+    following.wait()
+    assert following.timer.end is not None
     assert order == ["first", "second"]
 
 
@@ -55,7 +55,7 @@ def test_the_seconds_of_a_transfer_beside_an_interval():
     intervals = ((8.0, 9.0), (8.0, 11.0), (11.0, 13.0), (13.0, 20.0), (9.0, 20.0), (14.0, 15.0))
     assert [timer.beside_s(*interval) for interval in intervals] == [0, 1, 2, 1, 4, 0]
     late = TransferTimer(True, 0, 10.0, 14.0, ends_at_wait=True)
-    assert [one.beside_s(9.0, 20.0) for one in (late, TransferTimer())] == [0.0, 0.0]
+    assert [timer.beside_s(9.0, 20.0) for timer in (late, TransferTimer())] == [0.0, 0.0]
 
 
 def test_neither_lanes_nor_timers_keep_tensors_alive():
@@ -70,7 +70,7 @@ def test_neither_lanes_nor_timers_keep_tensors_alive():
 
     pending = lane.submit(steps(), TransferTimer())
     pending.wait()
-    lane.submit(one_step(dict), TransferTimer()).wait()
+    lane.submit(single_step(dict), TransferTimer()).wait()
     gc.collect()
     assert refs[0].expired()
     assert pending.timer.seconds()[0] > 0

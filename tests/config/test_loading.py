@@ -25,8 +25,8 @@ def write(folder, text):
 
 
 def test_numbers_in_scientific_notation_are_numbers(tmp_path):
-    found = load_yaml(write(tmp_path, "a: 1e-4\nb: -2E3\nc: 1e\nd: 0x10"))
-    assert found == {"a": 1e-4, "b": -2000.0, "c": "1e", "d": "0x10"}
+    values = load_yaml(write(tmp_path, "a: 1e-4\nb: -2E3\nc: 1e\nd: 0x10"))
+    assert values == {"a": 1e-4, "b": -2000.0, "c": "1e", "d": "0x10"}
     assert load_yaml(write(tmp_path, "# nothing\n")) == {}
 
 
@@ -61,14 +61,14 @@ def test_what_is_no_text_file_is_refused(tmp_path, name, words):
 
 
 def test_overrides_are_dotted_yaml_values_and_leave_the_original_alone():
-    data = {"inner": {"size": 1}}
-    result = apply_overrides(data, ["inner.size=3", "inner.rate=1e-2", "names=[a, b]", "other.deep.er=null"])
+    given = {"inner": {"size": 1}}
+    result = apply_overrides(given, ["inner.size=3", "inner.rate=1e-2", "names=[a, b]", "other.deep.er=null"])
     inner = {"size": 3, "rate": 0.01}
     assert result == {"inner": inner, "names": ["a", "b"], "other": {"deep": {"er": None}}}
-    assert data == {"inner": {"size": 1}}
+    assert given == {"inner": {"size": 1}}
     for override in ("inner", "=1", "inner..size=1", "inner.size=[1"):
         with pytest.raises(ConfigurationError, match=r"wanted key=value|not valid YAML"):
-            apply_overrides(data, [override])
+            apply_overrides(given, [override])
 
 
 @pytest.mark.parametrize(

@@ -124,17 +124,17 @@ STATED = {
     "main_model": "deepseek-v3 671",
     "activated": "mixtral-8x7b 12.9, mixtral-8x22b 39, deepseekmoe-16b 2.8, qwen3-235b-a22b 22",
 }
-SIZES = [(name, *one.split()) for name, models in STATED.items() for one in models.split(", ")]
+SIZES = [(name, *size.split()) for name, models in STATED.items() for size in models.split(", ")]
 
 
-@pytest.mark.parametrize(("what", "model", "billions"), SIZES)
-def test_models_have_the_stated_sizes(what, model, billions):
+@pytest.mark.parametrize(("quantity", "model", "billions"), SIZES)
+def test_models_have_the_stated_sizes(quantity, model, billions):
     half_of_last_digit = 0.5 / 10 ** len(billions.partition(".")[2])
-    assert getattr(counted(model), what) / 1e9 == pytest.approx(float(billions), abs=half_of_last_digit)
+    assert getattr(counted(model), quantity) / 1e9 == pytest.approx(float(billions), abs=half_of_last_digit)
 
 
 @pytest.mark.parametrize(
-    ("what", "model", "billions", "tolerance"),
+    ("quantity", "model", "billions", "tolerance"),
     [
         ("activated", "deepseek-v3", 36.6 + 0.93, 0.05),  # the stated 36.6 leave out the embeddings
         ("activated", "gpt-oss-120b", 5.13 + 0.58, 0.005),  # the stated 5.13 leave out the embeddings
@@ -143,8 +143,8 @@ def test_models_have_the_stated_sizes(what, model, billions):
         ("multi_token_prediction", "deepseek-v3", 11.6, 0.1),
     ],
 )
-def test_sizes_that_are_stated_differently(what, model, billions, tolerance):
-    assert getattr(counted(model), what) / 1e9 == pytest.approx(billions, abs=tolerance)
+def test_sizes_that_are_stated_differently(quantity, model, billions, tolerance):
+    assert getattr(counted(model), quantity) / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
 # Layers, embedding and hidden size in Pro-Prophet's Table III.

@@ -73,8 +73,8 @@ TREES = st.recursive(
 
 @given(st.dictionaries(KEYS, TREES, max_size=4))
 @examples(100)
-def test_written_yaml_is_read_back(data):
+def test_written_yaml_is_read_back(tree):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "data.yaml")
-        file.write_text(format_yaml(data), encoding="utf-8")
-        assert load_yaml(file) == data
+        file.write_text(format_yaml(tree), encoding="utf-8")
+        assert load_yaml(file) == tree

@@ -27,8 +27,8 @@ def sequences(folder):
     """All token sequences of built data, and the numbers of the sequences that begin documents."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    data = IndexedDataset(str(folder / "text"))
-    return [data[number].tolist() for number in range(len(data))], data.document_indices.tolist()
+    dataset = IndexedDataset(str(folder / "text"))
+    return [dataset[number].tolist() for number in range(len(dataset))], dataset.document_indices.tolist()
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -38,13 +38,13 @@ def test_data_holds_the_documents_in_order(corpus, tmp_path, kind):
     assert built
     assert manifest == read_manifest(out)
     assert (manifest.tokenizer, manifest.vocab_size) == (kind, 257 if kind == "bytes" else 265)
-    found, starts = sequences(out)
+    documents, starts = sequences(out)
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     texts = [document.text for document in corpus.documents() if document.text]
-    assert [tokenizer.decode(document[:-1]) for document in found] == texts
-    assert {document[-1] for document in found} == {manifest.eod_id}
+    assert [tokenizer.decode(document[:-1]) for document in documents] == texts
+    assert {document[-1] for document in documents} == {manifest.eod_id}
     assert starts == list(range(manifest.num_documents + 1)) == list(range(7))
-    assert manifest.num_tokens == sum(map(len, found))
+    assert manifest.num_tokens == sum(map(len, documents))
     assert steps[-1] == ("tokenizing", corpus.num_bytes, corpus.num_bytes)
     assert {path.name for path in out.iterdir()} == {*manifest.files, MANIFEST_FILE}
 
@@ -120,13 +120,13 @@ def test_sentence_data_has_a_sequence_for_each_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(built_data, "MAX_SENTENCE_TOKENS", 50)
     out = tmp_path / "out"
     manifest, _ = build_data(corpus_from_paths(sorted(tmp_path.iterdir())), out, "wordpiece", 200)
-    found, starts = sequences(out)
+    sentences, starts = sequences(out)
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    told = [tokenizer.decode(sentence) for sentence in found[:3]]
+    told = [tokenizer.decode(sentence) for sentence in sentences[:3]]
     assert told == ["says what it is for.", "then says it again.", "short words come first."]
-    assert starts == [0, 2, len(found)]
-    assert max(map(len, found)) == 50
-    assert (manifest.num_documents, manifest.num_tokens) == (2, sum(map(len, found)))
+    assert starts == [0, 2, len(sentences)]
+    assert max(map(len, sentences)) == 50
+    assert (manifest.num_documents, manifest.num_tokens) == (2, sum(map(len, sentences)))
 
 
 MANIFEST = DataManifest("f", "bpe", 300, 299, 1, 2, {"text.bin": BuiltFile(2, "ab")})

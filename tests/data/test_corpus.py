@@ -27,8 +27,8 @@ def test_folders_give_their_text_files_in_order_and_named_files_are_always_read(
         path.write_text(name)
     odd = tmp_path / "odd.data"
     odd.write_text("odd")
-    found = texts(odd, tmp_path / "text", tmp_path / "text" / "b.txt")
-    assert found == ["odd", "a.md", "b.txt", "sub/d.py"]
+    names = texts(odd, tmp_path / "text", tmp_path / "text" / "b.txt")
+    assert names == ["odd", "a.md", "b.txt", "sub/d.py"]
 
 
 def test_each_line_of_a_json_file_is_a_document(tmp_path):
@@ -97,6 +97,6 @@ def test_other_texts_are_paragraphs_and_each_sentence_is_kept_once():
 
 def test_long_sentences_are_cut():
     words = [f"word{'abc'[i % 3]}" for i in range(MAX_WORDS * 2 + 5)]
-    found = sentences(" ".join(words), is_python=False)
-    assert [len(sentence.split()) for sentence in found] == [MAX_WORDS, MAX_WORDS, 5]
-    assert " ".join(found).split() == words
+    parts = sentences(" ".join(words), is_python=False)
+    assert [len(sentence.split()) for sentence in parts] == [MAX_WORDS, MAX_WORDS, 5]
+    assert " ".join(parts).split() == words

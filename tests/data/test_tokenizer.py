@@ -107,9 +107,9 @@ def test_a_saved_tokenizer_loads_as_the_same(tmp_path):
 def test_training_is_the_same_in_every_process():
     imported = "from megatron_fssdp.data.tokenizer import WordPieceTokenizer as T"
     code = f"{imported}; print(T.train({SENTENCES!r}, 100).identity)"
-    other = python_output("-c", code).strip()
-    assert other == WordPieceTokenizer.train(SENTENCES, 100).identity
-    assert other != WordPieceTokenizer.train(SENTENCES, 80).identity
+    identity = python_output("-c", code).strip()
+    assert identity == WordPieceTokenizer.train(SENTENCES, 100).identity
+    assert identity != WordPieceTokenizer.train(SENTENCES, 80).identity
 
 
 def test_special_tokens_have_the_first_ids_and_count_as_text_in_documents():

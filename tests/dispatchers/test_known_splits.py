@@ -43,7 +43,7 @@ def test_the_rows_are_those_that_megatron_gathers(fused):
 
     config = moe_config(3, 8, 9)
     local = list(range(3 * rank, 3 * rank + 3))
-    found = []
+    settings = []
     for kind in (MoEAlltoAllTokenDispatcher, KnownSplitsDispatcher):
         dispatcher = kind(3, local, config, get_default_pg_collection())
         config.moe_permute_fusion = fused and kind is KnownSplitsDispatcher
@@ -51,8 +51,8 @@ def test_the_rows_are_those_that_megatron_gathers(fused):
         before = set(vars(dispatcher))
         dispatcher.tokens_per_expert = dispatcher.preprocess(slot_map)
         made = set(vars(dispatcher)) - before
-        found.append((made, {name: np.asarray(getattr(dispatcher, name)).tolist() for name in SETTINGS}))
-    (stock_made, stock), (made, ours) = found
+        settings.append((made, {name: np.asarray(getattr(dispatcher, name)).tolist() for name in SETTINGS}))
+    (stock_made, stock), (made, ours) = settings
     assert made == stock_made  # Another Megatron may set more, which ours would lack.
     # A number that Megatron knows without counting is the same, too.
     stock["num_out_tokens"] = int(stock["num_out_tokens"])

@@ -55,7 +55,7 @@ def plans(form, topology, owner_E, counts_DE):
             layer.seconds(placement),
             price.seconds,
             quotas.quota_assignment(owner_E, counts_DE, topology, slots=2).tolist(),
-            [found.present_ED.tolist() for found in prophets],
+            [plan.present_ED.tolist() for plan in prophets],
             transfer_plan.two_level_transfer.__wrapped__(placement, topology).table.tolist(),
         ]
 

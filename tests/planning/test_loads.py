@@ -66,7 +66,7 @@ def test_single_micro_batches_are_asked_for_evenly_and_belong_to_the_latest_iter
 
     history.append(np.array([[21, 7]]), [partial(micro_batch, number) for number in range(7)])
     assert not asked
-    assert [one.tolist() for one in history.iterations_like(3)] == [[[0, 7]], [[14, 7]], [[28, 7]]]
+    assert [counts.tolist() for counts in history.iterations_like(3)] == [[[0, 7]], [[14, 7]], [[28, 7]]]
     assert asked == [0, 2, 4]
     assert len(history.iterations_like(99)) == len(history.excerpt(1).iterations_like(99)) == 7
     resumed = LoadHistory(3, 1, 2)
@@ -74,7 +74,7 @@ def test_single_micro_batches_are_asked_for_evenly_and_belong_to_the_latest_iter
     history.append(np.array([[5, 6]]))
     earlier = history.excerpt(3, without_latest=1)
     for alone, counts in ((history, [[5, 6]]), (resumed, [[21, 7]]), (earlier, [[21, 7]])):
-        assert [one.tolist() for one in alone.iterations_like(99)] == [counts]
+        assert [counts_DE.tolist() for counts_DE in alone.iterations_like(99)] == [counts]
 
 
 def test_an_array_that_comes_again_and_again_is_as_good_as_copies_of_it():
@@ -84,11 +84,11 @@ def test_an_array_that_comes_again_and_again_is_as_good_as_copies_of_it():
     for counts_DE in (second, *[first] * 12, second, *[first] * 2):
         repeated.append(counts_DE)
         copied.append(counts_DE.copy())
-        (counts_IDE, *known), (copied_IDE, *wanted) = (one.state().values() for one in (repeated, copied))
+        (counts_IDE, *known), (copied_IDE, *wanted) = (loads.state().values() for loads in (repeated, copied))
         assert (counts_IDE.tolist(), known) == (copied_IDE.tolist(), wanted)
         for window in (1, 2):
-            found, anew = (one.excerpt(window).state().values() for one in (repeated, copied))
-            assert repr([*found]) == repr([*anew])
+            excerpt, anew = (loads.excerpt(window).state().values() for loads in (repeated, copied))
+            assert repr([*excerpt]) == repr([*anew])
         assert repeated.forecast_DE().tolist() == copied.forecast_DE().tolist()
     assert not repeated.repeats
 

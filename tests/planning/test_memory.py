@@ -200,18 +200,18 @@ def test_whatever_life_the_layers_have_their_replicas_fit(
 ):
     of = held(num_micro_batches=num_micro_batches, layers=(num_layers,), elements=10)
     layer = {"num_experts": 10**6, "owned_per_layer": owned, "messages": None}
-    most, (kept, in_pass, each) = memory_capacity(free_bytes, of, **layer)
+    most, (kept, in_pass, in_micro_batch) = memory_capacity(free_bytes, of, **layer)
     kept_layers = min(kept_layers, num_layers)
     # Weights and sums of layers that keep them, sums of one layer in one micro-batch; one of the others.
-    each_layer, made = (60, 0) if num_micro_batches > 1 else (20, 40)
-    of_kept = kept * (kept_layers * each_layer + bool(kept_layers) * made)
+    layer_bytes, made = (60, 0) if num_micro_batches > 1 else (20, 40)
+    of_kept = kept * (kept_layers * layer_bytes + bool(kept_layers) * made)
     assert of_kept + in_pass * 40 * (kept_layers < num_layers) <= free_bytes
     # One micro-batch is in flight: weights of all layers, and sums of one layer's pass.
-    assert num_layers * each * 20 + each * 40 <= free_bytes
-    assert each == kept <= most
+    assert num_layers * in_micro_batch * 20 + in_micro_batch * 40 <= free_bytes
+    assert in_micro_batch == kept <= most
 
     def left_beside(number):
-        return (free_bytes - number * ((num_layers - 1) * each_layer + made)) // 40
+        return (free_bytes - number * ((num_layers - 1) * layer_bytes + made)) // 40
 
     assert in_pass == left_beside(kept)
     assert in_pass >= owned or not kept

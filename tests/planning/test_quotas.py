@@ -16,8 +16,9 @@ def test_overflow_goes_to_the_node_of_its_tokens():
     tokens_ED = quota_assignment(OWNERS, counts_DE, TOPOLOGY, slots=1)
     assert tokens_ED[0].tolist() == [10, 10, 10, 10]
     # With a ceiling of 20 one further device is enough, and it is in node 1.
-    one = quota_assignment(OWNERS[:2], counts_DE[:2, :2] + [[0, 0], [8, 0]], Topology.uniform(2, 2), slots=1)
-    assert one[0].tolist() == [4, 4]
+    counts_DE = counts_DE[:2, :2] + [[0, 0], [8, 0]]
+    tokens_ED = quota_assignment(OWNERS[:2], counts_DE, Topology.uniform(2, 2), slots=1)
+    assert tokens_ED[0].tolist() == [4, 4]
 
 
 def test_nothing_moves_without_slots_or_need():

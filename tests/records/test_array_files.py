@@ -73,10 +73,10 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path):
     for iteration, seed in ((2, 22), (3, 3)):
         loads.append(iteration, counts(seed), np.full((2, 2), 7), np.full((2, 3), 7))
         placements.append(iteration, *placed(seed))
-    found, shown = read_loads(tmp_path), read_placements(tmp_path)  # while the run continues
-    assert found.iterations.tolist() == shown.iterations.tolist() == [1, 2, 3]
+    recorded, shown = read_loads(tmp_path), read_placements(tmp_path)  # while the run continues
+    assert recorded.iterations.tolist() == shown.iterations.tolist() == [1, 2, 3]
     for i, seed in enumerate((1, 22, 3)):
-        np.testing.assert_array_equal(found.counts_ILDE[i], counts(seed))
+        np.testing.assert_array_equal(recorded.counts_ILDE[i], counts(seed))
         for name, wanted in zip(vars(shown), placed(seed), strict=False):
             np.testing.assert_array_equal(getattr(shown, name)[i], wanted)
     assert shown.most_replicas == NUM_EXPERTS * NUM_DEVICES - NUM_EXPERTS
@@ -92,9 +92,9 @@ def test_iterations_are_sliced_in_every_array(tmp_path):
 
 
 def check_micro_batches(folder, wanted):
-    found = read_micro_batch_loads(folder)
-    assert found.iterations.tolist() == list(wanted)
-    for counts_ZLDE, counts_LZDE in zip(found.counts_IZLDE, wanted.values(), strict=True):
+    loads = read_micro_batch_loads(folder)
+    assert loads.iterations.tolist() == list(wanted)
+    for counts_ZLDE, counts_LZDE in zip(loads.counts_IZLDE, wanted.values(), strict=True):
         for layer, counts_ZDE in enumerate(counts_LZDE):
             np.testing.assert_array_equal(counts_ZLDE[: len(counts_ZDE), layer], counts_ZDE)
             assert not counts_ZLDE[len(counts_ZDE) :, layer].any()
@@ -125,7 +125,7 @@ def test_a_resumed_run_keeps_none_that_it_repeats(tmp_path, numbers):
 
 def test_large_files_have_fewer_and_fewer_stretches_of_iterations(tmp_path, monkeypatch):
     counts_LZDE = single(2, 2)
-    num_bytes = 4 * sum(one.size for one in counts_LZDE)
+    num_bytes = 4 * sum(counts_ZDE.size for counts_ZDE in counts_LZDE)
     monkeypatch.setattr(loads_module, "MOST_BYTES", 24 * num_bytes)
     writer = MicroBatchLoadsWriter(tmp_path, LAYERS)
     for iteration in range(1, 401):

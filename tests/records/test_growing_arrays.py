@@ -35,11 +35,11 @@ class Writer(GrowingArrays):
 
 def checked(path):
     """Read the file; every row must be whole. Return the iterations."""
-    found = read_arrays(path, FORMATS)
-    assert np.array_equal(found["layers"], LAYERS)
-    wanted = np.broadcast_to(found["iterations"][:, None, None], found["values"].shape)
-    assert (found["values"] == wanted).all()
-    return found["iterations"].tolist()
+    arrays = read_arrays(path, FORMATS)
+    assert np.array_equal(arrays["layers"], LAYERS)
+    wanted = np.broadcast_to(arrays["iterations"][:, None, None], arrays["values"].shape)
+    assert (arrays["values"] == wanted).all()
+    return arrays["iterations"].tolist()
 
 
 def test_every_iteration_is_in_the_file_at_once_and_numpy_reads_it(tmp_path):
@@ -107,10 +107,10 @@ def test_a_killed_run_keeps_all_complete_iterations(tmp_path):
         finally:
             writer.kill()
             writer.join()
-        found = checked(path)
-        assert found == list(range(1, len(found) + 1))
-        assert found[-1] >= seen
-        last = found[-1]
+        iterations = checked(path)
+        assert iterations == list(range(1, len(iterations) + 1))
+        assert iterations[-1] >= seen
+        last = iterations[-1]
 
 
 def test_other_layers_names_and_shapes_are_refused(tmp_path):

@@ -30,15 +30,15 @@ class PageParts(HTMLParser):
             self.figures.setdefault(anchor, []).append(figure)
 
     def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
+        attributes = dict(attrs)
         self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
         if tag == "section":
-            self.anchors.append(found["id"] or "")
-        if found.get("class") == "figure":
-            assert found["id"] == f"figure-{len(self._places)}"
+            self.anchors.append(attributes["id"] or "")
+        if attributes.get("class") == "figure":
+            assert attributes["id"] == f"figure-{len(self._places)}"
             self._places.append(self.anchors[-1])
         if tag not in VOID:
-            self._open.append((tag, found))
+            self._open.append((tag, attributes))
 
     def handle_endtag(self, tag):
         opened, _ = self._open.pop()
@@ -56,9 +56,9 @@ class PageParts(HTMLParser):
             self.texts[self.anchors[-1]] = self.texts.get(self.anchors[-1], "") + data
 
 
-def unpacked(data):
+def unpacked(packed):
     """An array as plotly.js reads it."""
-    if isinstance(data, list):
-        return np.asarray(data)
-    array = np.frombuffer(base64.b64decode(data["bdata"]), dtype="<" + data["dtype"])
-    return array.reshape([int(size) for size in data.get("shape", str(array.size)).split(",")])
+    if isinstance(packed, list):
+        return np.asarray(packed)
+    array = np.frombuffer(base64.b64decode(packed["bdata"]), dtype="<" + packed["dtype"])
+    return array.reshape([int(size) for size in packed.get("shape", str(array.size)).split(",")])

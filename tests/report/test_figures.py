@@ -29,14 +29,14 @@ def test_unknown_values_are_left_out_of_the_mean():
 
 def test_loads_of_micro_batches_are_shown_by_iteration():
     counts_IZLDE = np.random.default_rng(0).integers(0, 9, (3, 2, 2, 4, 8))
-    each = RecordedLoads(counts_IZLDE, np.arange(3), np.arange(2))
-    shown = [expert_load_section({"x": one}).parts[0].to_json() for one in (each, each.of_whole_iterations())]
+    made = RecordedLoads(counts_IZLDE, np.arange(3), np.arange(2))
+    shown = [expert_load_section({"x": run}).parts[0].to_json() for run in (made, made.of_whole_iterations())]
     assert shown[0] == shown[1]
 
 
 def test_numbers_have_the_unit_in_which_they_are_at_least_one():
-    found = [format_bytes(number) for number in (0, 999, 1000, 2.5e6, 4e15)]
-    assert found == ["0 B", "999 B", "1 kB", "2.5 MB", "4,000 TB"]
+    texts = [format_bytes(number) for number in (0, 999, 1000, 2.5e6, 4e15)]
+    assert texts == ["0 B", "999 B", "1 kB", "2.5 MB", "4,000 TB"]
     assert [format_flops(n) for n in (1.51e8, 2e14)] == ["151 MFLOP/s", "200 TFLOP/s"]
     assert [format_seconds(n) for n in (0, 3.86e-5, 0.0088, 2)] == ["0 µs", "38.6 µs", "8.8 ms", "2 s"]
     assert [format_memory(n) for n in (2**20, 3 * 2**30)] == ["1 MiB", "3 GiB"]
@@ -45,9 +45,9 @@ def test_numbers_have_the_unit_in_which_they_are_at_least_one():
 def test_every_strategy_and_part_of_time_has_a_colour_of_its_own():
     colours = [entry.colour for entry in STRATEGIES.values()]
     assert len(set(colours) - {None}) == len(colours)
-    found = distinct_colours(["mine", "ep", "fssdp", "ep", "other"])
-    assert found[1:3] == [STRATEGIES["ep"].colour, STRATEGIES["fssdp"].colour]
-    assert len(set(found)) == 5
+    distinct = distinct_colours(["mine", "ep", "fssdp", "ep", "other"])
+    assert distinct[1:3] == [STRATEGIES["ep"].colour, STRATEGIES["fssdp"].colour]
+    assert len(set(distinct)) == 5
     assert len(distinct_colours(["ep"] * 30)) == 30
     assert set(PARTS) <= set(TIME_PARTS)
     assert len({part.name for part in TIME_PARTS.values()}) == len(TIME_PARTS)

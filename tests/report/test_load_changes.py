@@ -45,7 +45,7 @@ def test_figures_of_steady_and_of_changing_micro_batches():
 
 def test_figures_leave_out_padding_and_neighbours_that_are_not_recorded():
     padded = [[HOT_0, HOT_0, NONE], [HOT_1, NONE, NONE], [HOT_1, HOT_1, HOT_1]]
-    found = figures_of(padded, [1, 2, 9], 2)
-    assert found[:8] == pytest.approx([2, 2, 2, 2, 1, 0, 0.5, 1])
-    assert np.isnan(found[8:]).all()  # no iteration with two micro-batches has a recorded one before it
+    figures = figures_of(padded, [1, 2, 9], 2)
+    assert figures[:8] == pytest.approx([2, 2, 2, 2, 1, 0, 0.5, 1])
+    assert np.isnan(figures[8:]).all()  # no iteration with two micro-batches has a recorded one before it
     assert np.isnan(figures_of(STEADY[:1], [5], 2)[6:]).all()

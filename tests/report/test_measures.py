@@ -46,8 +46,8 @@ def test_parts_are_those_of_the_slowest_experts_and_add_up(tmp_path):
     # Experts take 1 s on the mean rank and 1.5 s on the slowest, for which the combine waits 0.5 s.
     parts = PassMetrics(other_s=0.25, dispatch_s=0.5, experts_s=1.0, combine_s=0.75, experts_slowest_s=1.5)
     run = recorded(tmp_path, iteration(1, 8.0, parts), iteration(2, 8.0), iteration(3, 0.0))
-    found = time_parts(run)
-    np.testing.assert_allclose(sum(found.values()), 10.0)
+    parts_s = time_parts(run)
+    np.testing.assert_allclose(sum(parts_s.values()), 10.0)
     wanted = {
         "passes": [0, 7.5, 0],
         "outside": [8 - 5.5, 0, 0],
@@ -58,22 +58,22 @@ def test_parts_are_those_of_the_slowest_experts_and_add_up(tmp_path):
         "rest": [1, 1, 8.5],
     }
     for part, seconds in wanted.items():
-        np.testing.assert_allclose(found[part], seconds, err_msg=part)
+        np.testing.assert_allclose(parts_s[part], seconds, err_msg=part)
     assert mean_parts_s(run)["passes"] == 3.75
 
 
 def test_layers_of_pipeline_stages_that_work_at_the_same_time_share_the_passes(tmp_path):
     parts = PassMetrics(1.0, 1.0, 1.0, 1.0, 1.0)
-    found = time_parts(recorded(tmp_path, iteration(1, 8.5, parts, count=2)))
-    np.testing.assert_allclose(found["experts"], 4 * 8.5 / 17)
-    np.testing.assert_allclose(sum(found.values()), 10.0)
+    parts_s = time_parts(recorded(tmp_path, iteration(1, 8.5, parts, count=2)))
+    np.testing.assert_allclose(parts_s["experts"], 4 * 8.5 / 17)
+    np.testing.assert_allclose(sum(parts_s.values()), 10.0)
 
 
 @pytest.mark.parametrize(("cores", "text"), [(0, "200 TFLOP/s"), (2, "200 TFLOP/s (4 ranks share 2 cores)")])
 def test_operations_per_second_are_of_one_device(cores, text, tmp_path):
     session = RunSession("fssdp", 2, 4, cores, devices=8)
     run = recorded(tmp_path, IterationMetrics(1, 5.0, None, 2.0, 1.0, flops=3.2e15, session=session))
-    assert {one.key: one.text for one in measures_of(run)}["flops_per_s_per_device"] == text
+    assert {measure.key: measure.text for measure in measures_of(run)}["flops_per_s_per_device"] == text
 
 
 def write(folder, numbers, session, load_ratio=2.0):
@@ -113,7 +113,7 @@ def test_starts_of_a_resumed_run_are_shown(tmp_path):
     write(tmp_path, range(4, 11), RunSession("fssdp", 10), load_ratio=1.0)
     runs = shown_runs([tmp_path])
     assert runs[0].run.strategy == "fssdp"  # there is no config.yaml, so the last start names it
-    (figure,) = next(one.parts for one in run_page(runs).sections if one.anchor == "loss")
+    (figure,) = next(section.parts for section in run_page(runs).sections if section.anchor == "loss")
     assert isinstance(figure, go.Figure)
     assert [line.x0 for line in figure.layout.shapes] == [3.5]
     assert [note.text for note in figure.layout.annotations] == ["fssdp: resumed with fssdp"]

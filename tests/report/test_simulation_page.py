@@ -38,7 +38,7 @@ def shown(table):
 def test_the_ranking_shows_every_cell():
     report = made_simulation()[0]
     table = report.table
-    first, second = (shown(one) for one in report.terminal_tables())
+    first, second = (shown(table) for table in report.terminal_tables())
     for cells in table.rows:
         texts = dict(zip(table.header, cells, strict=True))
         for name in ("strategy", "ms of an iteration", "warm-up", "× ep", "% of force-balanced"):

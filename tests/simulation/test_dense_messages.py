@@ -17,10 +17,10 @@ LOADS = np.array([[[[6, 2], [6, 2]]]], np.int32)
 def test_tensor_parallel_blocks_gather_and_scatter_in_both_passes():
     """Three peers send a part of 100 bytes each at 1,000 bytes/s: 0.3 s a collective, 0.6 s a block."""
     sizes = DenseMessages(tensor_size=4, dense_layers=((1, 0), (2, 1)), **HIDDEN)
-    found = RankLinks(cluster_of(per_node=4)).dense_seconds(sizes)
-    assert found.of_moe == pytest.approx((0.6, 0.6))
-    assert found.of_dense[0] == pytest.approx((1.2, 1.2))
-    assert found.of_dense[1] == pytest.approx((2.4, 2.4 + 1.2))  # one layer's forward pass again
+    seconds = RankLinks(cluster_of(per_node=4)).dense_seconds(sizes)
+    assert seconds.of_moe == pytest.approx((0.6, 0.6))
+    assert seconds.of_dense[0] == pytest.approx((1.2, 1.2))
+    assert seconds.of_dense[1] == pytest.approx((2.4, 2.4 + 1.2))  # one layer's forward pass again
     shared = RankLinks(cluster_of(per_node=4)).dense_seconds(replace(sizes, shared_experts=True))
     assert shared.of_moe == pytest.approx((1.2, 1.2))
     # A ring over both nodes leaves each of them once, at 100 bytes/s.
@@ -56,20 +56,20 @@ def test_stages_wait_for_messages_which_an_interleaved_schedule_hides(chunks):
     job = job_of(layers=layers, num_micro_batches=times)
     piped = replace(job, dense=dense, pipeline=replace(job.stage, num_stages=4, layers_of_chunk=chunks))
     counts, cluster = np.repeat(LOADS, layers, axis=1), cluster_of(nodes=4)
-    alone, found = (simulate("ep", settings_of("ep"), counts, cluster, of) for of in (job, piped))
+    alone, in_stages = (simulate("ep", settings_of("ep"), counts, cluster, of) for of in (job, piped))
     messages_s = 2 * 2 * layers * times
     bubble_s = 3 / (layers * times) * (alone.mean_s + messages_s)
     waited_s = messages_s if layers == 1 else 0
-    assert found.parts_s["pipeline bubble"] == pytest.approx(bubble_s + waited_s)
+    assert in_stages.parts_s["pipeline bubble"] == pytest.approx(bubble_s + waited_s)
 
 
 def test_each_pass_of_a_recomputed_layer_waits_for_its_messages():
     dense = DenseMessages(tensor_size=2, dense_layers=((1, 1), (1, 0)), **HIDDEN)
     job = job_of(num_micro_batches=3, dense=dense, recomputed=frozenset({0}))
-    found = simulate("ep", settings_of("ep"), LOADS, cluster_of(), job)
+    outcome = simulate("ep", settings_of("ep"), LOADS, cluster_of(), job)
     # Blocks of 0.2 s: dense layers have 2 in each pass, the first one 2 again, the MoE layer 1 + 1 + 1.
-    assert found.parts_s["dense messages"] == pytest.approx(3 * 0.2 * (2 * 4 + 2 + 3))
-    assert found.mean_s - simulate(
+    assert outcome.parts_s["dense messages"] == pytest.approx(3 * 0.2 * (2 * 4 + 2 + 3))
+    assert outcome.mean_s - simulate(
         "ep", settings_of("ep"), LOADS, cluster_of(), replace(job, dense=DenseMessages())
     ).mean_s == pytest.approx(3 * 0.2 * 13)
 

@@ -20,12 +20,12 @@ def outcome_of(name, host, **job):
 def test_the_device_waits_for_the_dispatch_and_for_plans_with_exact_counts():
     host = HostCosts({"quota": ms(0.01)}, {"quota": ms(0.2)}, {"quota": ms(0.03)})
     without = outcome_of("quota", None)
-    found = outcome_of("quota", host)
+    outcome = outcome_of("quota", host)
     # Two layers, one micro-batch.
-    assert found.parts_s["host"] == pytest.approx([2 * 0.23] * 2)
-    assert found.iteration_s == pytest.approx(without.iteration_s + 2 * 0.23)
-    assert found.host_s == pytest.approx(2 * 0.24)
-    assert ("host", "plan layer 1") in {span[:2] for span in found.spans(0)}
+    assert outcome.parts_s["host"] == pytest.approx([2 * 0.23] * 2)
+    assert outcome.iteration_s == pytest.approx(without.iteration_s + 2 * 0.23)
+    assert outcome.host_s == pytest.approx(2 * 0.24)
+    assert ("host", "plan layer 1") in {span[:2] for span in outcome.spans(0)}
     twice = outcome_of("quota", host, num_micro_batches=2)
     assert twice.parts_s["host"] == pytest.approx([4 * 0.23] * 2)
 
@@ -40,18 +40,18 @@ def test_an_iterations_plan_is_hidden_until_the_host_is_the_bottleneck():
 
 def test_devices_wait_for_the_part_of_the_plans_that_each_rank_makes():
     # Two layers, and two devices that each plan one of them.
-    found = outcome_of("prophet", HostCosts({"prophet": ms(0.3)}))
-    assert found.parts_s["host"] == pytest.approx([0.3] * 2)
-    assert found.iteration_s == pytest.approx(outcome_of("prophet", None).iteration_s + 0.3)
-    assert ("host", "plans") in {span[:2] for span in found.spans(0)}
+    outcome = outcome_of("prophet", HostCosts({"prophet": ms(0.3)}))
+    assert outcome.parts_s["host"] == pytest.approx([0.3] * 2)
+    assert outcome.iteration_s == pytest.approx(outcome_of("prophet", None).iteration_s + 0.3)
+    assert ("host", "plans") in {span[:2] for span in outcome.spans(0)}
 
 
 def test_messages_of_transfers_are_posted_by_the_host():
     keys = {"slots": 1, "overlap_degree": 1, "overlap": False, "reshard_interval": 0}
-    found = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
+    outcome = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
     # One message each for spAG and spRS of one expert, in both layers.
-    assert found.of_layers("replicas").tolist() == [[1, 1], [1, 1]]
-    assert found.of_layers("host_s").sum(axis=1) == pytest.approx([4 * BATCH_HOST_S] * 2)
+    assert outcome.of_layers("replicas").tolist() == [[1, 1], [1, 1]]
+    assert outcome.of_layers("host_s").sum(axis=1) == pytest.approx([4 * BATCH_HOST_S] * 2)
 
 
 def test_measured_times_are_interpolated():

@@ -94,8 +94,8 @@ def cases(draw):
     )
     rng = np.random.default_rng(draw(SEEDS))
     shares_E = rng.dirichlet(np.full(num_experts, 0.4))
-    one_DE = rng.multinomial(PAIRS_PER_SOURCE, shares_E, size=devices).astype(np.int64)
-    counts_DE = one_DE * num_micro_batches
+    micro_batch_DE = rng.multinomial(PAIRS_PER_SOURCE, shares_E, size=devices).astype(np.int64)
+    counts_DE = micro_batch_DE * num_micro_batches
     topology, owner_E = topology_of(cluster, devices), even_owners(num_experts, devices)
     splits = draw(st.sampled_from([False, False, True]))
     life = ReplicaLife.ITERATION if splits else draw(st.sampled_from(LIVES))

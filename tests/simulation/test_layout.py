@@ -44,8 +44,8 @@ def test_stages_have_the_layers_of_megatrons_rules():
     # Of Megatron's get_num_layers_to_build: with 8 layers, 2 stages and 2 or 4 model chunks of a stage.
     for keys in ({"num_layers_per_virtual_pipeline_stage": 2}, {"num_virtual_stages_per_pipeline_rank": 2}):
         assert chunks_of(run_of(**pp2, **keys)) == [((0, 1), (4, 5)), ((2, 3), (6, 7))]
-    of_one = run_of(**pp2, num_layers_per_virtual_pipeline_stage=1)
-    assert chunks_of(of_one) == [((0,), (2,), (4,), (6,)), ((1,), (3,), (5,), (7,))]
+    single_layers = run_of(**pp2, num_layers_per_virtual_pipeline_stage=1)
+    assert chunks_of(single_layers) == [((0,), (2,), (4,), (6,)), ((1,), (3,), (5,), (7,))]
     last = run_of(7, **pp4, decoder_last_pipeline_num_layers=1)
     assert chunks_of(last) == [((0, 1),), ((2, 3),), ((4, 5),), ((6,),)]
     ends = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
@@ -58,9 +58,9 @@ def test_a_layout_has_the_layers_that_megatron_reads_from_it(layout):
 
     stages = stages_of(run_of(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout))
     rows = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    found = [[len(chunk) for chunk in stage.chunks] for stage in stages]
-    wanted = [[sum(one.name == "decoder" for one in row) for row in rows[stage::2]] for stage in range(2)]
-    assert found == wanted
+    num_layers = [[len(chunk) for chunk in stage.chunks] for stage in stages]
+    wanted = [[sum(part.name == "decoder" for part in row) for row in rows[stage::2]] for stage in range(2)]
+    assert num_layers == wanted
     in_order = [chunk for pair in zip(*(stage.chunks for stage in stages), strict=True) for chunk in pair]
     assert [layer for chunk in in_order for layer in chunk] == [*range(8)]
 
@@ -127,8 +127,8 @@ def test_ranks_with_parts_of_experts_are_one_device_and_gather_its_rows():
     counts = np.array([[[[6, 2], [6, 2]]]], np.int32)
     cluster = cluster_of_devices(cluster_of(per_node=4), 2)
     whole, parts = (
-        simulate("ep", settings_of("ep"), counts, of, one).parts_s
-        for of, one in ((cluster_of(), job), (cluster, parted))
+        simulate("ep", settings_of("ep"), counts, machines, variant).parts_s
+        for machines, variant in ((cluster_of(), job), (cluster, parted))
     )
     assert cluster.devices_per_node == 2
     assert parts["experts"] == whole["experts"] / 2
@@ -149,12 +149,12 @@ def test_equal_stages_take_their_part_of_the_seconds_and_a_bubble(seed, name, st
     micro_batches = stages * times
     counts = np.repeat(drawn_loads(seed, layers=1), 4 * stages, axis=1)
     job = job_of(devices=4, experts=8, layers=4 * stages, num_micro_batches=micro_batches)
-    one = replace(job_of(devices=4, experts=8, layers=4, num_micro_batches=micro_batches))
-    piped = replace(one, pipeline=replace(one.stage, num_stages=stages, stage=0))
+    stage_job = job_of(devices=4, experts=8, layers=4, num_micro_batches=micro_batches)
+    piped = replace(stage_job, pipeline=replace(stage_job.stage, num_stages=stages, stage=0))
     chosen = settings_of(name, **({"reshard_interval": 0, "slots": 2} if name == "fssdp" else {}))
     whole, part, alone = (
         simulate(name, chosen, counts[:, : of.num_layers], cluster_of(nodes=2), of)
-        for of in (job, piped, one)
+        for of in (job, piped, stage_job)
     )
     bubble_s = part.parts_s["pipeline bubble"]
     assert part.iteration_s - bubble_s == pytest.approx(alone.iteration_s)
@@ -183,9 +183,11 @@ def test_recomputation_adds_exactly_a_forward_pass(seed, name, remat, micro_batc
     for i, iteration in enumerate(second.iterations):
         layers = iteration.micro_batches[0]
         forward_s = {
-            "other compute": sum(one.before_layer_s + one.before_gate_s for one in layers),
-            "experts": sum(one.experts_s for one in layers),
-            "all-to-all": sum(one.counts_s + one.dispatch.seconds + one.combine.seconds for one in layers),
+            "other compute": sum(layer.before_layer_s + layer.before_gate_s for layer in layers),
+            "experts": sum(layer.experts_s for layer in layers),
+            "all-to-all": sum(
+                layer.counts_s + layer.dispatch.seconds + layer.combine.seconds for layer in layers
+            ),
             "gradient sync": 0.0,
         }
         for part, seconds in forward_s.items():

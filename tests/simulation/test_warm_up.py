@@ -9,7 +9,7 @@ from .small_jobs import ranking, settings_of
 
 def test_measuring_iterations_do_not_count_in_the_ranking():
     few, many = (ranking("ep", "prophet", num_iterations=number) for number in (5, 30))
-    seconds = [[row["iteration_s"] for row in ranking_data(found)["strategies"]] for found in (few, many)]
+    seconds = [[row["iteration_s"] for row in ranking_data(report)["strategies"]] for report in (few, many)]
     assert seconds[0] == pytest.approx(seconds[1])
     prophet, plain = few.ranked
     assert (prophet.label, plain.label) == ("prophet", "ep")
@@ -21,10 +21,10 @@ def test_measuring_iterations_do_not_count_in_the_ranking():
 
 
 def test_a_strategy_that_never_gets_its_turn_is_last_and_says_so():
-    found = ranking("flexmoe", "ep", num_iterations=5)
-    assert [row.label for row in found.ranked] == ["ep", "flexmoe"]
-    assert "all 5" in found.table.rows[-1]
-    assert found.warm_up == 0
+    report = ranking("flexmoe", "ep", num_iterations=5)
+    assert [row.label for row in report.ranked] == ["ep", "flexmoe"]
+    assert "all 5" in report.table.rows[-1]
+    assert report.warm_up == 0
 
 
 @pytest.mark.parametrize(

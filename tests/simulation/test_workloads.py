@@ -25,7 +25,7 @@ RECORD_SHAPE = SHAPES[0]
 def heats(name, shape=RECORD_SHAPE):
     """Expert and device max/mean of every iteration."""
     counts_IDE = WORKLOADS[name].counts(shape)
-    return [(expert_max_over_mean(one), device_max_over_mean(one)) for one in counts_IDE]
+    return [(expert_max_over_mean(counts_DE), device_max_over_mean(counts_DE)) for counts_DE in counts_IDE]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -55,9 +55,9 @@ def test_popular_experts_are_on_one_device_or_spread_or_one_alone():
     # Half of all tokens are on 1 of 8 devices; with two hot devices, cold experts add to their load.
     assert heats("W1") == [(4.0, 4.0)] * 10
     assert heats("W2") == [(4.0, pytest.approx((0.25 + 0.5 / 14) * 8, rel=1e-2))] * 10
-    one, spread = (WORKLOADS[name].counts(RECORD_SHAPE)[0].sum(axis=0) for name in ("W1", "W2"))
-    np.testing.assert_allclose(np.sort(one), np.sort(spread), atol=8)
-    assert np.flatnonzero(one > one.mean()).tolist() == [0, 1]
+    together, spread = (WORKLOADS[name].counts(RECORD_SHAPE)[0].sum(axis=0) for name in ("W1", "W2"))
+    np.testing.assert_allclose(np.sort(together), np.sort(spread), atol=8)
+    assert np.flatnonzero(together > together.mean()).tolist() == [0, 1]
     assert len({expert // 2 for expert in np.flatnonzero(spread > spread.mean())}) == 2
     alone = (0.4 * 16, (0.4 + 0.6 / 15) * 8)  # two fifths of all tokens on one of 16 experts
     assert heats("W3") == [pytest.approx(alone, rel=1e-2)] * 10
@@ -123,7 +123,7 @@ def test_the_hot_device_jumps_with_every_micro_batch_in_no_order():
     assert np.all(np.diff(hottest_IZ.reshape(-1)) != 0)
     # Neither the first one nor what follows on a device is known from before.
     assert len(set(hottest_IZ[:, 0].tolist())) > 4
-    assert len({(one, other) for order in hottest_IZ.tolist() for one, other in pairwise(order)}) > 30
+    assert len({(before, after) for order in hottest_IZ.tolist() for before, after in pairwise(order)}) > 30
     assert not np.array_equal(counts_IZDE, WORKLOADS["jump-micro"].micro_batches(shape, seed=1))
 
 

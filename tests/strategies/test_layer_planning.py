@@ -99,10 +99,10 @@ def test_a_dispatcher_that_sends_tokens_once_is_priced_so_and_never_switched():
     megatron, fused = (replace(CONTEXT, profile=profile) for profile in (slow, flex))
     for settings, name in zip(travel, ("deduplicated", "in_steps"), strict=True):
         strategy = build_strategy("ep", EpSettings.model_validate(settings))
-        switched = [getattr(plan_before_gate(strategy, one, HISTORY), name) for one in (megatron, fused)]
+        switched = [getattr(plan_before_gate(strategy, layer, HISTORY), name) for layer in (megatron, fused)]
         assert switched == [True, False]
     plain, tokens = LayerPlan.owners_only(CONTEXT), replace(fused, profile=replace(flex, deduplicated=True))
-    seconds = [plan_price(plain, COUNTS_DE, one).seconds for one in (megatron, fused, tokens)]
+    seconds = [plan_price(plain, COUNTS_DE, layer).seconds for layer in (megatron, fused, tokens)]
     assert seconds[1] == seconds[2] < seconds[0]
     assert plan_price(plain, COUNTS_DE, megatron.with_exchange(True)).seconds < seconds[0]
 

@@ -201,7 +201,7 @@ def test_an_iteration_without_loads_is_planned_by_its_counts(slots, is_graph, as
         assert len(after.placement.holders(5)) > 1
         assert after.rematerialize == plan.rematerialize == (slots is None), "memory is not measured"
         assert after.placement.replicas_per_device_D.max() <= 2
-        load_D, plain_D = (one.dispatch(counts_DE, CONTEXT.topology).device_tokens_D for one in (after, plan))
+        load_D, plain_D = (way.dispatch(counts_DE, CONTEXT.topology).device_tokens_D for way in (after, plan))
         assert load_D.max() < 0.8 * plain_D.max()
     history.append(counts_DE)
     later = strategy.before_gate(context, history)

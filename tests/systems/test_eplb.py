@@ -27,8 +27,8 @@ HOT_E = [300, 41, 7, 25, 33, 12, 5, 18]
 )
 def test_slots_are_those_of_the_public_code(load_E, sizes, wanted_P):
     devices, slots, groups = sizes
-    found_DU = eplb_slots(np.array(load_E), devices, slots=slots, num_nodes=2, num_groups=groups)
-    assert found_DU.ravel().tolist() == wanted_P
+    expert_DU = eplb_slots(np.array(load_E), devices, slots=slots, num_nodes=2, num_groups=groups)
+    assert expert_DU.ravel().tolist() == wanted_P
 
 
 @examples(50)
@@ -36,17 +36,17 @@ def test_slots_are_those_of_the_public_code(load_E, sizes, wanted_P):
 def test_every_expert_has_copies_and_groups_stay_in_a_node(seed, num_nodes, num_groups, redundant):
     load_E = np.random.default_rng(seed).integers(0, 100, 16)
     slots = {"slots": 2 + redundant, "num_nodes": num_nodes, "num_groups": num_groups}
-    found_DU = eplb_slots(load_E, 8, **slots)
-    assert found_DU.shape == (8, 2 + redundant)
-    assert set(found_DU.ravel()) == set(range(16))
-    copies_E = np.bincount(found_DU.ravel())
+    expert_DU = eplb_slots(load_E, 8, **slots)
+    assert expert_DU.shape == (8, 2 + redundant)
+    assert set(expert_DU.ravel()) == set(range(16))
+    copies_E = np.bincount(expert_DU.ravel())
     if num_groups % num_nodes:
         # No other numbers of copies have a lower highest load of a copy.
         lower = 0.999 * (load_E / copies_E).max()
-        assert np.maximum(np.ceil(load_E / lower), 1).sum() > found_DU.size
+        assert np.maximum(np.ceil(load_E / lower), 1).sum() > expert_DU.size
         return
     nodes_of_group = [set() for _ in range(num_groups)]
-    for device, experts in enumerate(found_DU):
+    for device, experts in enumerate(expert_DU):
         for expert in experts:
             nodes_of_group[expert * num_groups // 16].add(device * num_nodes // 8)
     assert all(len(nodes) == 1 for nodes in nodes_of_group)

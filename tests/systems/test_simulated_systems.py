@@ -70,10 +70,10 @@ def test_eplb_divides_pairs_equally_among_copies_also_on_one_device():
     # Five copies of the hot expert on two devices with three slots.
     layer = LayerContext(1, context.owner_E, context.topology, resident=placement)
     plan = strategy.before_gate(layer, None)
-    found = strategy.after_gate(layer, np.array([[60, 7], [40, 0]]), plan, 1)
-    assert found.tokens_ED is not None
-    assert sorted(found.tokens_ED[0].tolist()) == [40, 60]
-    assert sorted(found.tokens_ED[1].tolist()) == [0, 7]
+    after = strategy.after_gate(layer, np.array([[60, 7], [40, 0]]), plan, 1)
+    assert after.tokens_ED is not None
+    assert sorted(after.tokens_ED[0].tolist()) == [40, 60]
+    assert sorted(after.tokens_ED[1].tolist()) == [0, 7]
 
 
 def test_sizes_that_eplb_cannot_place_are_refused():

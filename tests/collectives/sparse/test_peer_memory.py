@@ -117,12 +117,12 @@ def put_on_one_card(rank, world_size):
             puts.await_step(others)
             sums += [(memory.of_rank[rank][peer] == version).all() for peer in others]
     side.synchronize()
-    return [bool(one) for one in sums]
+    return [bool(is_equal) for is_equal in sums]
 
 
 @pytest.mark.gpu(real=True)
 def test_symmetric_memory_on_one_card():
     # torch refuses two ranks on one device otherwise.
     env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    for found in run_ranks(put_on_one_card, 4, env=env, preload=()):
-        assert all(found)
+    for are_equal in run_ranks(put_on_one_card, 4, env=env, preload=()):
+        assert all(are_equal)

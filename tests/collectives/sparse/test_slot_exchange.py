@@ -92,7 +92,7 @@ def permute_in(group, cases):
             assert covered == (list(range(kind[0])) if moves else [])
         calls = [None] * world_size
         dist.all_gather_object(calls, [quantity.reads for quantity in quantities], group)
-        assert all(other == calls[0] for other in calls), "ranks ran different numbers of collectives"
+        assert all(reads == calls[0] for reads in calls), "ranks ran different numbers of collectives"
         # Move all quantities back in one call.
         exchange_slots(group, new.moves_to(old), quantities)
         for quantity, kind in zip(quantities, kinds, strict=True):

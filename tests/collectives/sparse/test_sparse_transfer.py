@@ -104,16 +104,16 @@ def check_reduction(case, transfer, placement, total_dtype, rng):
     # Sums are in the messages' dtype, or in the wide one and rounded when they are sent.
     partial = {e: own[e].to(wide if case % 2 else transfer.dtype) for e in held}
     border = int(rng.integers(0, num_elements + 1))
-    found = []
+    results = []
     for _ in range(2):
         totals = {e: partial[e].to(total_dtype or transfer.dtype, copy=True) for e in transfer.shared_experts}
         parts = {e: parts_of(partial[e], transfer.sizes) for e in transfer.received_experts}
         into = {e: [total[:border], total[border:]] for e, total in totals.items()}
         transfer.start_reduce_scatter(parts, into).wait()
         assert all(torch.equal(torch.cat(parts[e]), partial[e]) for e in parts), "summands were overwritten"
-        found.append(totals)
+        results.append(totals)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-    for e, got in found[0].items():
+    for e, got in results[0].items():
         parts = [
             drawn(7919 * case + holder, placement.num_experts, num_elements, transfer.dtype)[e].double()
             for holder in placement.holders(e)
@@ -122,7 +122,7 @@ def check_reduction(case, transfer, placement, total_dtype, rng):
         wanted[travels] = torch.stack(parts).sum(0)[travels]
         limit = max(tolerance[transfer.dtype], tolerance[got.dtype])
         assert ((got.double() - wanted).abs() <= limit * scale + 1e-12).all()
-        assert torch.equal(got, found[1][e])
+        assert torch.equal(got, results[1][e])
 
 
 def run_cases(rank, world_size, seed, num_cases, group_ranks=None):

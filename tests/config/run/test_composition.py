@@ -94,9 +94,9 @@ def test_values_that_contradict_each_other_are_refused_with_the_options_or_files
     write(tmp_path, base=f"{MODEL}\n{TRAINING}", cut=cut)
     files = tmp_path / "base.yaml", tmp_path / "cut.yaml"
     wanted = "parallelism.expert_model_parallel_size 3 does not divide model.num_experts"
-    other, cause = "training.lr=1", "model.num_experts=8"
-    assert refusal(*files, overrides=(other,)).startswith(f"{files[0]}, {files[1]}: {wanted} 4")
-    assert refusal(*files, overrides=(other, cause)).startswith(f"--set {cause}: {wanted} 8")
+    unrelated, cause = "training.lr=1", "model.num_experts=8"
+    assert refusal(*files, overrides=(unrelated,)).startswith(f"{files[0]}, {files[1]}: {wanted} 4")
+    assert refusal(*files, overrides=(unrelated, cause)).startswith(f"--set {cause}: {wanted} 8")
 
 
 def test_circular_includes_are_refused(tmp_path):

@@ -4,8 +4,8 @@ from megatron_fssdp.config.run import megatron_options as parser
 
 
 def options():
-    found = parser.megatron_parser.__wrapped__()._actions
-    return {one.dest: (one.nargs, str(one.type), one.choices, one.default) for one in found}
+    flags = parser.megatron_parser.__wrapped__()._actions
+    return {flag.dest: (flag.nargs, str(flag.type), flag.choices, flag.default) for flag in flags}
 
 
 def test_kept_options_equal_those_that_megatron_is_asked_for(tmp_path, monkeypatch):

@@ -126,11 +126,11 @@ def test_mistakes_are_refused_with_their_option_and_the_reason(overrides, words)
 )
 def test_settings_become_megatrons_arguments(overrides, machine, wanted, absent):
     words = arguments(tiny(*overrides.split()), machine)
-    found = given(words)
+    flags = given(words)
     for flag in wanted.split():
         name, _, value = flag.partition("=")
-        assert name in found
-        assert not value or found[name] == value
+        assert name in flags
+        assert not value or flags[name] == value
     assert not set(absent.split()) & set(words)
 
 
@@ -152,12 +152,12 @@ def test_a_resumed_run_loads_its_own_checkpoints_and_records_no_profile():
     asked = ("training.profile=true", "training.profile_step_start=3", "training.profile_step_end=6")
     run = tiny(*asked, "training.profile_ranks=[0,2]")
     words = arguments(run)
-    found = given(words)
+    flags = given(words)
     assert {"--profile", "--use-pytorch-profiler"} < set(words)
-    assert (found["--profile-step-start"], found["--profile-step-end"]) == ("3", "6")
+    assert (flags["--profile-step-start"], flags["--profile-step-end"]) == ("3", "6")
     assert words[words.index("--profile-ranks") + 1 :][:2] == ["0", "2"]
     # Megatron writes the trace into a folder beside that of the board.
-    assert found["--tensorboard-dir"] == "runs/x/tensorboard"
+    assert flags["--tensorboard-dir"] == "runs/x/tensorboard"
     resumed = arguments(run, resume=True)
     assert "--profile" not in resumed
     assert given(resumed)["--load"] == "runs/x/checkpoints"

@@ -107,12 +107,12 @@ def test_busiest_links_are_those_of_single_hops():
         for device in np.flatnonzero(is_near[relay]):
             second[relay, device] = hops.tokens_DD[hops.sources(relay), device].sum()
     np.fill_diagonal(second, 0)
-    found = hops_traffic(hops)
-    assert found.near == pytest.approx(max(second.sum(axis=0).max(), second.sum(axis=1).max()))
-    assert found.far_of_device == pytest.approx(max(far.sum(axis=0).max(), far.sum(axis=1).max()))
+    traffic = hops_traffic(hops)
+    assert traffic.near == pytest.approx(max(second.sum(axis=0).max(), second.sum(axis=1).max()))
+    assert traffic.far_of_device == pytest.approx(max(far.sum(axis=0).max(), far.sum(axis=1).max()))
     of_node = [max(far[node == n].sum(), far[:, node == n].sum()) for n in range(3)]
-    assert found.far_of_node == pytest.approx(max(of_node))
-    assert found.far_of_mean_node == pytest.approx(far.sum() / 3)
+    assert traffic.far_of_node == pytest.approx(max(of_node))
+    assert traffic.far_of_mean_node == pytest.approx(far.sum() / 3)
 
 
 @pytest.mark.parametrize(("top_k", "far"), [(1, 1.0), (2, 0.9), (8, 0.48)])

@@ -16,7 +16,7 @@ SPLIT = replace(LAYER, is_split=True)
 
 
 def sizes(schedule, layer):
-    return [(found.kind, found.over, found.num_bytes) for found in collectives_of(schedule, layer)]
+    return [(call.kind, call.over, call.num_bytes) for call in collectives_of(schedule, layer)]
 
 
 def test_schedules_have_the_collectives_of_the_papers_equations():

@@ -34,9 +34,9 @@ def test_even_dispatch_is_the_one_written_down_token_by_token(case, seed):
     dispatch = plan_dispatch("even", counts_DE, placement, topology)
     np.testing.assert_allclose(sent_by_all(dispatch), full, rtol=1e-9, atol=1e-6)
     np.testing.assert_allclose(dispatch.device_tokens_D, full.sum(axis=(0, 1)), rtol=1e-9)
-    found, wanted = dispatch.busiest, pairs_traffic(full.sum(axis=1), topology)
+    busiest, wanted = dispatch.busiest, pairs_traffic(full.sum(axis=1), topology)
     for name in ("near", "far_of_device", "far_of_node", "far_of_mean_node"):
-        assert getattr(found, name) == pytest.approx(getattr(wanted, name), rel=1e-9, abs=1e-6)
+        assert getattr(busiest, name) == pytest.approx(getattr(wanted, name), rel=1e-9, abs=1e-6)
 
 
 @examples(150)
@@ -66,9 +66,9 @@ def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(case, seed
         far_DD = np.where(is_far_DD, sent_DED[:, expert], 0)
         for devices in map(list, topology.devices_by_node):
             assert min(far_DD[devices].sum(), far_DD[:, devices].sum()) <= 1e-6
-    found, wanted = dispatch.busiest, pairs_traffic(sent_DED.sum(axis=1), topology)
-    assert found.far_of_node == pytest.approx(wanted.far_of_node, rel=1e-9, abs=1e-6)
-    assert found.near == pytest.approx(wanted.near, rel=1e-9, abs=1e-6)
+    busiest, wanted = dispatch.busiest, pairs_traffic(sent_DED.sum(axis=1), topology)
+    assert busiest.far_of_node == pytest.approx(wanted.far_of_node, rel=1e-9, abs=1e-6)
+    assert busiest.near == pytest.approx(wanted.near, rel=1e-9, abs=1e-6)
     if kind == "owner":
         replicas_ED = placement.present_ED.copy()
         replicas_ED[np.arange(placement.num_experts), placement.owner_E] = False

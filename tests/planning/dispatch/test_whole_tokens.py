@@ -25,12 +25,12 @@ def dispatches(draw):
 def test_every_quota_is_filled_with_the_nearest_tokens_and_every_token_is_sent_once(case):
     counts_DE, tokens_ED, topology = case
     all_devices = [whole_tokens(counts_DE, tokens_ED, topology, d) for d in range(len(counts_DE))]
-    sent_SED = np.stack([one.sent_ED for one in all_devices])
+    sent_SED = np.stack([tokens.sent_ED for tokens in all_devices])
     assert (sent_SED >= 0).all()
     assert np.array_equal(sent_SED.sum(axis=2), counts_DE)
     assert np.array_equal(sent_SED.sum(axis=0), tokens_ED)
     # What a device gets is what the others send to it: nobody has to tell.
-    assert np.array_equal(np.stack([one.got_ED for one in all_devices]), sent_SED.transpose(2, 1, 0))
+    assert np.array_equal(np.stack([tokens.got_ED for tokens in all_devices]), sent_SED.transpose(2, 1, 0))
 
     own_ED = np.minimum(counts_DE.T, tokens_ED)
     assert np.array_equal(np.einsum("ded->ed", sent_SED), own_ED)

@@ -42,16 +42,16 @@ def test_prices_of_trials_are_those_of_new_layers(seed, profile, num_nodes, is_s
         device = rng.choice(np.flatnonzero(np.arange(8) != owner_E[expert]))
         layer.put(expert, device, -1 if layer.has_ED[expert, device] else 1)
 
-    for expert, other in rng.permuted(np.tile(np.arange(6), (4, 1)), axis=1)[:, :2]:
+    for expert, entering in rng.permuted(np.tile(np.arange(6), (4, 1)), axis=1)[:, :2]:
         layer.count(expert, -1)
         layer.price()
         for _ in range(4):
             change_a_holder(expert)
             assert layer.price_with(expert, -1) == pytest.approx(price_of_a_new_layer(), rel=1e-9)
-        layer.count(other, -1)
+        layer.count(entering, -1)
         layer.price()
-        change_a_holder(other)
-        layer.count(other, 1)
-        assert layer.price_with(expert, other) == pytest.approx(price_of_a_new_layer(), rel=1e-9)
+        change_a_holder(entering)
+        layer.count(entering, 1)
+        assert layer.price_with(expert, entering) == pytest.approx(price_of_a_new_layer(), rel=1e-9)
         layer.count(expert, 1)
         assert layer.price() == pytest.approx(price_of_a_new_layer(), rel=1e-9)

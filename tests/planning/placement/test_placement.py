@@ -21,12 +21,12 @@ def test_equality_hash_and_digest_are_by_value():
     present_ED = np.array([[1, 0, 1], [1, 0, 0], [0, 1, 0], [1, 1, 1]], dtype=bool)
     placement = ExpertPlacement(np.array([0, 0, 1, 2]), present_ED)
     same = ExpertPlacement(placement.owner_E.astype(np.int32), np.asfortranarray(placement.present_ED))
-    other = with_replicas(placement, [(1, 1)])
+    larger = with_replicas(placement, [(1, 1)])
     assert placement == same
     assert hash(placement) == hash(same)
     assert placement.digest() == same.digest()
-    assert placement != other
-    assert placement.digest() != other.digest()
+    assert placement != larger
+    assert placement.digest() != larger.digest()
     assert placement != "placement"
     assert pickle.loads(pickle.dumps(placement)) == placement
 

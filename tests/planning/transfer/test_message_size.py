@@ -34,12 +34,12 @@ def test_there_are_as_few_messages_as_nearly_take_the_shortest_time(expert_bytes
         # In units of a start-up, in which start_bytes travel.
         return (number + hops - 1) * (1 + expert_bytes / number / start_bytes)
 
-    each = rule.message_bytes(expert_bytes, hops, is_far=True)
-    assert each % ALIGNMENT_BYTES == 0 or each == expert_bytes
-    if each < 4096:  # Rounding to the alignment counts.
+    message_bytes = rule.message_bytes(expert_bytes, hops, is_far=True)
+    assert message_bytes % ALIGNMENT_BYTES == 0 or message_bytes == expert_bytes
+    if message_bytes < 4096:  # Rounding to the alignment counts.
         return
     best_s = min(map(seconds, range(1, 1000)))
-    number = -(-expert_bytes // each)
+    number = -(-expert_bytes // message_bytes)
     assert seconds(number) <= (NEARLY + 0.01) * best_s
     assert number == 1 or seconds(number - 1) > (NEARLY - 0.01) * best_s
 

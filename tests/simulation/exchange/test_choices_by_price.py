@@ -39,10 +39,10 @@ def outcomes_of(key, name, counts, past, cluster=None, **job):
 
 def is_used(key, outcome):
     """Whether each layer used the other exchange or order, bool ``[I, L]``."""
-    layers_IL = [one.micro_batches[0] for one in outcome.iterations]
+    layers_IL = [iteration.micro_batches[0] for iteration in outcome.iterations]
     return np.array(
         [
-            [one.deduplicated if key == "exchange" else one.steps is not None for one in layers]
+            [layer.deduplicated if key == "exchange" else layer.steps is not None for layer in layers]
             for layers in layers_IL
         ]
     )
@@ -65,8 +65,8 @@ def drawn_loads(key, seed, iterations, layers):
 def test_an_iteration_takes_as_long_as_with_the_selected_choice(key, seed):
     """Without replicas, all three place the same experts."""
     counts = drawn_loads(key, seed, 6, 1)
-    usual, other, by_price = outcomes_of(key, "ep", counts, counts[:1])
-    wanted_s = np.where(is_used(key, by_price)[:, 0], other.iteration_s, usual.iteration_s)
+    usual, alternative, by_price = outcomes_of(key, "ep", counts, counts[:1])
+    wanted_s = np.where(is_used(key, by_price)[:, 0], alternative.iteration_s, usual.iteration_s)
     np.testing.assert_allclose(by_price.iteration_s, wanted_s, rtol=1e-12)
 
 
@@ -77,9 +77,9 @@ def test_an_iteration_takes_as_long_as_with_the_selected_choice(key, seed):
 @given(SEEDS)
 def test_with_an_exact_forecast_it_never_costs_more(key, name, seed):
     counts = drawn_loads(key, seed, 1, 3)
-    usual, other, by_price = (one.of_layers("moe_s") for one in outcomes_of(key, name, counts, counts))
+    usual, alternative, by_price = (run.of_layers("moe_s") for run in outcomes_of(key, name, counts, counts))
     # Experts are placed as for the usual exchange, so only plain expert parallelism has the best of both.
-    best = np.minimum(usual, other) if name == "ep" else usual
+    best = np.minimum(usual, alternative) if name == "ep" else usual
     assert (by_price <= usual + 1e-9).all()
     # The deduplicated exchange must save this share of a layer's seconds.
     least_gain = LEAST_GAIN if key == "exchange" else 0.0

@@ -64,7 +64,7 @@ def test_records_correct_the_estimate():
     choices = recorded_choices(recorded(counts, *on_one), topology, 2)
     estimated = [2 * (1 - comb(4, 2) / comb(8, 2)), 4 * (1 - comb(6, 2) / comb(8, 2))]
     assert choices is not None
-    assert (choices.node_factor, choices.device_factor) == pytest.approx([1 / one for one in estimated])
+    assert (choices.node_factor, choices.device_factor) == pytest.approx([1 / number for number in estimated])
     # Every token now goes to one of two nodes, and the exchange sends one row for its two pairs.
     cluster = cluster_of(nodes=2, per_node=2)
     job = job_of(devices=DEVICES, experts=EXPERTS, top_k=2, tokens_per_micro_batch=16, choices=choices)

@@ -19,15 +19,15 @@ HOT = EVEN + 600 * (np.arange(8) == 3)
 
 
 def automatic(**keys):
-    found = build_strategy("auto", STRATEGIES["auto"].settings.model_validate(keys))
-    assert isinstance(found, AutoStrategy)
-    return found
+    strategy = build_strategy("auto", STRATEGIES["auto"].settings.model_validate(keys))
+    assert isinstance(strategy, AutoStrategy)
+    return strategy
 
 
 def history_of(strategy, *counts_DE):
     history = LoadHistory(strategy.window, 4, 8)
-    for one_DE in counts_DE:
-        history.append(one_DE)
+    for load_DE in counts_DE:
+        history.append(load_DE)
     return history
 
 
@@ -84,25 +84,25 @@ def test_plans_equal_those_of_the_selected_strategy():
         wanted = fixed.before_gate(CONTEXT, history.excerpt(fixed.window))
         assert plan.placement == wanted.placement
         assert plan.each_micro_batch == wanted.each_micro_batch
-        plan, wanted = (one.after_gate(CONTEXT, HOT, p, 1) for one, p in ((strategy, plan), (fixed, wanted)))
+        plan, wanted = (s.after_gate(CONTEXT, HOT, p, 1) for s, p in ((strategy, plan), (fixed, wanted)))
         assert plan.placement == wanted.placement
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_that_price_other_layers_make_equal_plans(seed):
     """Each rank prices only some layers, and gets the seconds of the others from the other ranks."""
-    pricing, other = automatic(), automatic()
+    pricing, receiving = automatic(), automatic()
     rng = np.random.default_rng(seed)
     counts = [np.rint(HOT * rng.uniform(0.8, 1.2, size=(4, 8))).astype(np.int64) for _ in range(8)]
     seconds_LC = pricing.price([CONTEXT], [history_of(pricing, *counts[:4])])
-    for strategy in (pricing, other):
+    for strategy in (pricing, receiving):
         strategy.select([1], seconds_LC)
         assert strategy.selected(1) == "fssdp"
     for number in range(4, len(counts)):
         history = history_of(pricing, *counts[:number])
-        one, two = (strategy.before_gate(CONTEXT, history) for strategy in (pricing, other))
-        assert one.placement == two.placement
-        assert one.dispatch_policy == two.dispatch_policy
+        plan, wanted = (strategy.before_gate(CONTEXT, history) for strategy in (pricing, receiving))
+        assert plan.placement == wanted.placement
+        assert plan.dispatch_policy == wanted.dispatch_policy
 
 
 def test_selections_are_told_in_one_line():

@@ -47,10 +47,10 @@ def test_the_hot_expert_gets_a_replica_in_place_of_cold_ones():
     first = plan(owners_only(), HOT)
     assert [len(first.holders(expert)) > 1 for expert in range(4)] == [False, True, False, False]
     before = with_replicas(owners_only(), [(3, 0), (3, 1), (3, 2), (2, 3)])
-    found = plan(before, HOT, slots=1)
-    assert len(found.holders(1)) > 1
-    assert len(found.holders(3)) + len(found.holders(2)) < 4 + 2
-    assert found.replicas_per_device_D.max() <= 1
+    placement = plan(before, HOT, slots=1)
+    assert len(placement.holders(1)) > 1
+    assert len(placement.holders(3)) + len(placement.holders(2)) < 4 + 2
+    assert placement.replicas_per_device_D.max() <= 1
 
 
 def test_replicas_migrate_to_fewer_nodes(monkeypatch):
@@ -59,8 +59,8 @@ def test_replicas_migrate_to_fewer_nodes(monkeypatch):
     links = ClusterCost(LinkCost(0, 0.0), LinkCost(0, 1e-6), expert_flops_per_s=1e9)
     before = with_replicas(owners_only(), [(0, 3)])
     slow = replace(PROFILE, cluster=links)
-    found = plan(before, np.full((4, 4), 5), Topology.uniform(4, 2), slow, slots=1)
-    assert found.holders(0) == (0, 1)
+    placement = plan(before, np.full((4, 4), 5), Topology.uniform(4, 2), slow, slots=1)
+    assert placement.holders(0) == (0, 1)
 
 
 @given(
@@ -80,16 +80,16 @@ def test_a_plan_never_costs_more_than_doing_nothing(seed, slots, owned_bytes, in
             before = with_replicas(before, [(expert, device)])
     token_bytes = int(rng.integers(0, 3)) * MEGA
     profile = replace(PROFILE, token_bytes=token_bytes, owned_bytes=owned_bytes * MEGA)
-    found = plan(before, counts_DE, topology, profile, interval, slots)
-    assert found.replicas_per_device_D.max() <= slots
-    assert np.array_equal(found.owner_E, before.owner_E)
-    expert_P, device_P = np.nonzero(found.present_ED & ~before.present_ED)
+    placement = plan(before, counts_DE, topology, profile, interval, slots)
+    assert placement.replicas_per_device_D.max() <= slots
+    assert np.array_equal(placement.owner_E, before.owner_E)
+    expert_P, device_P = np.nonzero(placement.present_ED & ~before.present_ED)
     old_s, new_s = (
-        placement_price(counts_DE, one, topology, profile, ReplicaLife.RESIDENT).moe_s
-        for one in (before, found)
+        placement_price(counts_DE, placed, topology, profile, ReplicaLife.RESIDENT).moe_s
+        for placed in (before, placement)
     )
     moving_s = moving_seconds(before.owner_E[expert_P], device_P, topology, profile)
-    assert interval * (old_s - new_s) - moving_s >= -1e-6 or found == before
+    assert interval * (old_s - new_s) - moving_s >= -1e-6 or placement == before
 
 
 @pytest.mark.parametrize("most_steps", [0, 1])

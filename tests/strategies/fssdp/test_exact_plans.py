@@ -110,7 +110,7 @@ def plans_of(iterations, context=QUICK_LINKS, **settings):
     history, plans = LoadHistory(strategy.window, DEVICES, EXPERTS), []
     for micro_batches in iterations:
         plans.append(plan_before_gate(strategy, context, history))
-        history.append(sum(micro_batches), [partial(np.copy, one) for one in micro_batches])
+        history.append(sum(micro_batches), [partial(np.copy, counts_DE) for counts_DE in micro_batches])
     return plans
 
 
@@ -133,14 +133,14 @@ def test_loads_that_jump_between_iterations_are_corrected():
 
 def test_replicas_that_hide_are_kept_where_exact_counts_of_each_iteration_save_as_much():
     """With one micro-batch, correcting the plan and planning each one differ only where loads stay."""
-    one = dataclasses.replace(
+    single = dataclasses.replace(
         QUICK_LINKS, profile=dataclasses.replace(QUICK_LINKS.costs, num_micro_batches=1)
     )
     rng, iterations = np.random.default_rng(0), []
     for _ in range(4):
         load_E = rng.lognormal(sigma=1.5, size=EXPERTS)
         iterations += [[rng.multinomial(1000, load_E / load_E.sum(), size=DEVICES)]] * 3
-    assert all(plan.corrects for plan in plans_of(iterations, one))
+    assert all(plan.corrects for plan in plans_of(iterations, single))
 
 
 def test_until_iterations_are_compared_a_first_jump_is_corrected(monkeypatch):

@@ -41,9 +41,9 @@ def life_of(counts_DE, mixed, **settings):
 
 
 def test_replicas_for_a_pass_are_used_where_too_few_can_stay():
-    one, several = hot_counts_DE(3), hot_counts_DE(0, 1, 2, 3, 4, 5)
+    single, several = hot_counts_DE(3), hot_counts_DE(0, 1, 2, 3, 4, 5)
     keeps, in_pass = ReplicaLife.ITERATION, ReplicaLife.LAYER_PASS
-    assert life_of(one, (1, 8, 1))[0] is keeps, "one replica on each device is enough"
+    assert life_of(single, (1, 8, 1))[0] is keeps, "one replica on each device is enough"
     life, most = life_of(several, (1, 8, 1))
     assert life is in_pass
     assert most > 1
@@ -52,7 +52,7 @@ def test_replicas_for_a_pass_are_used_where_too_few_can_stay():
     assert life_of(several, (0, 0, 1)) == (in_pass, 2)
     assert life_of(several, None)[0] is keeps
     assert life_of(several, (1, 8, 1), rematerialize=False) == (keeps, 3)
-    assert life_of(one, (8, 8, 1), rematerialize=True)[0] is in_pass
+    assert life_of(single, (8, 8, 1), rematerialize=True)[0] is in_pass
     assert life_of(several, (1, 8, 1), slots=2) == (keeps, 2)
 
 
@@ -144,7 +144,7 @@ def drifting(seed, num_iterations):
 def history_with(*iterations):
     history = LoadHistory(3, DEVICES, EXPERTS)
     for of_iteration in iterations:
-        history.append(sum(of_iteration), [lambda counts_DE=one: counts_DE for one in of_iteration])
+        history.append(sum(of_iteration), [lambda counts_DE=batch: counts_DE for batch in of_iteration])
     return history
 
 
@@ -156,7 +156,7 @@ def test_loads_that_drift_between_micro_batches_are_shared_exactly():
         plan = FssdpStrategy(FssdpSettings(slots=3)).before_gate(context, history_with(*past))
         assert plan.dispatch_policy == "exact"
         for ratios, way in ((exact, plan), (even, dataclasses.replace(plan, dispatch_policy="even"))):
-            ratios += [max_over_mean(way.dispatch(one, CONTEXT.topology).device_tokens_D) for one in coming]
+            ratios += [max_over_mean(way.dispatch(load, CONTEXT.topology).device_tokens_D) for load in coming]
     assert max(exact) <= 1.1 < np.mean(even)
 
 

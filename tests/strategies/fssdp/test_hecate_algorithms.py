@@ -68,8 +68,8 @@ def literal_alg1(owner_E, load_E, topology, num_top, slots):
 
             def key(device, expert=expert):
                 node = topology.devices_by_node[topology.node_of_device[device]]
-                has = any(present[expert, other] for other in node)
-                return (has, -sum(free[other] for other in node), -free[device], device)
+                has = any(present[expert, peer] for peer in node)
+                return (has, -sum(free[peer] for peer in node), -free[device], device)
 
             allowed = [d for d in range(num_devices) if free[d] and not present[expert, d]]
             if allowed:
@@ -124,16 +124,16 @@ def test_calibration_keeps_its_limits_and_always_gains(layer, seeds, limits, siz
     )
     strategy = FssdpStrategy(FssdpSettings(planner="hecate", slots=slots, overlap_degree=degree))
     plan = LayerPlan(planned, two_level_transfer(planned, topology))
-    found = strategy.after_gate(context, counts_DE, plan, times)
+    corrected = strategy.after_gate(context, counts_DE, plan, times)
 
     def seconds(of):
         return plan_price(of, times * counts_DE, context, num_micro_batches=times, planned=plan).seconds
 
     union = ExpertPlacement(planned.owner_E, planned.present_ED | wanted.present_ED)
     if union.replicas_per_device_D.max() <= slots:
-        assert seconds(found) <= seconds(plan.placed(union, context)) + 1e-9
-    assert found is plan or seconds(found) < seconds(plan)
-    placement = found.placement
+        assert seconds(corrected) <= seconds(plan.placed(union, context)) + 1e-9
+    assert corrected is plan or seconds(corrected) < seconds(plan)
+    placement = corrected.placement
     assert np.array_equal(placement.owner_E, planned.owner_E)
     assert (placement.present_ED >= planned.present_ED).all()
     assert (placement.present_ED <= union.present_ED).all()

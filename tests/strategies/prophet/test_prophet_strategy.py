@@ -19,8 +19,8 @@ MODEL = ProphetModel(
 
 
 def plan(owner_E, counts_DE, model, num_left_out, *, balance=0.5, slots=99):
-    (found,) = greedy_placements(owner_E, counts_DE, model, [num_left_out], balance=balance, slots=slots)
-    return found
+    (placement,) = greedy_placements(owner_E, counts_DE, model, [num_left_out], balance=balance, slots=slots)
+    return placement
 
 
 def layer_s(model, counts_DE, placement, num_left_out):
