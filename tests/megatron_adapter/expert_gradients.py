@@ -43,7 +43,7 @@ def _norms(model):
     from megatron.core import parallel_state
 
     experts, part = dict(_experts(model)), parallel_state.get_expert_tensor_parallel_rank()
-    gradients = _reduced(model, {one for parameters in experts.values() for one in parameters})
+    gradients = _reduced(model, {parameter for parameters in experts.values() for parameter in parameters})
     return {
         (*place, matrix, part): float(gradients[parameter].double().norm())
         for place, parameters in experts.items()
@@ -71,16 +71,16 @@ def _experts(model):
 
 def _reduced(model, owned):
     """Whole gradients. With a distributed optimizer, each rank has the sums of its own shard of a bucket."""
-    found = {}
+    gradients = {}
     for group in (
-        one for chunk in model for one in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        group for chunk in model for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
     ):
-        for bucket in (one for one in group.buckets if not owned.isdisjoint(one.params)):
+        for bucket in (bucket for bucket in group.buckets if not owned.isdisjoint(bucket.params)):
             whole = bucket.grad_data
             if group.ddp_config.use_distributed_optimizer:
                 ranks = group.intra_distributed_optimizer_instance_group
                 shard = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                 whole = torch.empty_like(bucket.grad_data)
                 dist.all_gather_into_tensor(whole, shard, group=ranks)
-            found |= {one: whole[slice(*place)] for one, place in bucket.param_to_index.items()}
-    return found
+            gradients |= {weight: whole[slice(*place)] for weight, place in bucket.param_to_index.items()}
+    return gradients

@@ -122,7 +122,7 @@ class GroupedLinear(torch.nn.Module):
         options = self.fuse_wgrad_accumulation, is_first, adds_bias, self.wgrad_store
         output = _GroupedMatmul.apply(x, m_splits, *options, *weights, *biases)
         if is_first is not None:
-            self._fp8_workspaces |= {f"weight{i}": one.detach().clone() for i, one in enumerate(weights)}
+            self._fp8_workspaces |= {f"weight{i}": w.detach().clone() for i, w in enumerate(weights)}
         self.is_first_microbatch = False
         return output, biases if self.te_return_bias else None
 

@@ -5,9 +5,9 @@ import torch
 
 def state_bytes(optimizer, parameters):
     """Bytes that this rank's optimizer keeps for Parameters, beside them."""
-    kept = [one for p in parameters for one in _optimizer_states(optimizer, p)]
+    kept = [state for p in parameters for state in _optimizer_states(optimizer, p)]
     storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    return num_bytes([one for one in kept if one.untyped_storage().data_ptr() not in storages])
+    return num_bytes([state for state in kept if state.untyped_storage().data_ptr() not in storages])
 
 
 def _optimizer_states(optimizer, parameter):
@@ -19,9 +19,9 @@ def _optimizer_states(optimizer, parameter):
                 states = [*member._get_main_param_and_optimizer_states(parameter).values()]
         else:
             master = getattr(parameter, "main_param", parameter)
-            if any(master is other for other in member.get_parameters()):
+            if any(master is known for known in member.get_parameters()):
                 states = [master, *member.optimizer.state.get(master, {}).values()]
-    return [one.data for one in states if torch.is_tensor(one) and one.dim()]
+    return [state.data for state in states if torch.is_tensor(state) and state.dim()]
 
 
 def num_bytes(tensors):

@@ -32,10 +32,10 @@ TWICE = {"stages": [{**FIRST, "slot_LE": [[0] * 4] * 2}, None]}
 
 
 def slots_of(numbers, owners):
-    one = SimpleNamespace(layers=numbers, layer_numbers=lambda: numbers, owners=owners, saved_owners=None)
+    slots = SimpleNamespace(layers=numbers, layer_numbers=lambda: numbers, owners=owners, saved_owners=None)
     if owners is None:
-        one.layers = ()
-    return one
+        slots.layers = ()
+    return slots
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_checkpoints_keep_what_a_run_may_change(name, keys, wanted):
 
     strategy = build_strategy(name, STRATEGIES[name].settings(**keys))
     session = SimpleNamespace(strategy=strategy, slots=None, runtime=None)
-    found = hints_of(session)
-    assert [hint.key for hint in found] == [f"megatron_fssdp_{word}" for word in wanted.split()]
+    hints = hints_of(session)
+    assert [hint.key for hint in hints] == [f"megatron_fssdp_{word}" for word in wanted.split()]

@@ -15,7 +15,7 @@ AUTO = "auto FSSDP_PROFILE_ITERATIONS=1 choice_interval=6 record_dir="
 WANTED = {1: "fssdp", 2: "ep"}
 
 
-def each_its_own(choosing, contexts, histories):
+def price_by_layer(choosing, contexts, histories):
     """Plant prices: fssdp costs nothing in layer 1, and ep costs nothing in layer 2."""
     names = list(choosing.candidates)
     assert len(contexts) <= 1, "each of two ranks prices one layer"
@@ -26,7 +26,7 @@ def each_its_own(choosing, contexts, histories):
 
 
 def told_what_to_choose():
-    AutoStrategy.price = each_its_own
+    AutoStrategy.price = price_by_layer
 
 
 def test_a_run_resumed_in_another_layout_keeps_the_selections_of_auto(text_data, tmp_path):
@@ -34,7 +34,7 @@ def test_a_run_resumed_in_another_layout_keeps_the_selections_of_auto(text_data,
     strategy = f"{AUTO}{tmp_path / 'whole'}"
     whole = train(2, saving, text_data, strategy=strategy, before=told_what_to_choose)
     metrics = read_metrics(tmp_path / "whole")
-    assert [[layer.strategy for layer in one.layers] for one in metrics[3:5]] == [
+    assert [[layer.strategy for layer in iteration.layers] for iteration in metrics[3:5]] == [
         ["ep", "ep"],  # four iterations are observed before the first selection
         ["fssdp", "ep"],
     ]
@@ -44,8 +44,8 @@ def test_a_run_resumed_in_another_layout_keeps_the_selections_of_auto(text_data,
     loading = f"{{EP4}} {SELECTING} --load {tmp_path / 'checkpoints'} --ckpt-step 6"
     run = train(4, loading, text_data, strategy=f"{AUTO}{tmp_path / 'resumed'}")
     resumed = read_metrics(tmp_path / "resumed")
-    assert [one.iteration for one in resumed] == [7, 8]
-    assert {tuple(layer.strategy for layer in one.layers) for one in resumed} == {("fssdp", "ep")}
+    assert [row.iteration for row in resumed] == [7, 8]
+    assert {tuple(layer.strategy for layer in row.layers) for row in resumed} == {("fssdp", "ep")}
     assert relative_difference(run.losses, whole.losses[6:]) <= 1e-5
 
 

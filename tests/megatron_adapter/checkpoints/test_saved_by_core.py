@@ -29,7 +29,7 @@ def train(host, begin, number):
         host.at(iteration)
         host.reset()
         host.step(host.passes())
-    return host.found.losses[-number:]
+    return host.results.losses[-number:]
 
 
 def is_moved(attachment):
@@ -45,7 +45,7 @@ def test_moved_experts_and_their_states_resume_under_any_strategy(tmp_path):
     of_stock = []
     for saving in (NONE, MOVING):
         attachment = megatron_fssdp.attach(*saving)
-        host, states, places = Host(), {}, {one: tmp_path / one / saving[0] for one in FORMATS}
+        host, states, places = Host(), {}, {sharding: tmp_path / sharding / saving[0] for sharding in FORMATS}
         train(host, 0, TRAINED)
         for sharding, place in places.items():
             place.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def test_messages_take_one_hop_and_are_posted_at_once():
     rank = dist.get_rank()
     ring, direct = dist.all_gather_into_tensor, dist.all_to_all_single
     for width, dtype in ((1, torch.bool), (256, torch.int64), (257, torch.int64)):
-        own_R = [torch.arange(2 * width).add(one).view(2, width).to(dtype) for one in range(3)]
+        own_R = [torch.arange(2 * width).add(peer).view(2, width).to(dtype) for peer in range(3)]
         gathered = own_R[0].new_empty(2 * 3, width)
         with mock.patch.object(dist, "all_to_all_single", side_effect=direct) as in_one_hop:
             all_gather_in_one_hop(ring, gathered, own_R[rank])
@@ -59,7 +59,7 @@ def test_messages_take_one_hop_and_are_posted_at_once():
     rows, uneven_RR = torch.arange(6.0).view(6, 1) + 10 * rank, np.array([[0, 4, 2], [6, 0, 0], [1, 2, 3]])
     for of_rank in ((None, None), (uneven_RR[:, rank], uneven_RR[rank])):
         stock, ours = (rows.new_zeros(6 if of_rank[0] is None else of_rank[0].sum(), 1) for _ in range(2))
-        dist.all_to_all_single(stock, rows, *(None if one is None else one.tolist() for one in of_rank))
+        dist.all_to_all_single(stock, rows, *(None if sizes is None else sizes.tolist() for sizes in of_rank))
         all_to_all_at_once(None, ours, rows, *of_rank)
         assert torch.equal(ours, stock)
 
@@ -70,24 +70,24 @@ def first_weights(rank, world_size):
 
     options = {"tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size()}
     options["expert_tensor_parallel_size"] = ps.get_expert_tensor_parallel_world_size()
-    found = []
+    drawn = []
     for is_grouped in (False, True):
         torch.manual_seed(1)
         config = moe_config(2, 16, 4, moe_grouped_gemm=is_grouped, num_attention_heads=2, **options)
         experts = expert_parameters(build_layer(config, "ep", {}, stock=True).experts, 2)
         up, down = (torch.stack(matrices).detach() for matrices in zip(*experts, strict=True))
-        found.append((up, down, torch.rand(3)))
-    return found
+        drawn.append((up, down, torch.rand(3)))
+    return drawn
 
 
 def test_experts_differ_between_expert_parallel_ranks_and_nowhere_else():
     """Copies are equal, tensor-parallel parts are cut from one expert, and later layers are equal."""
     whole, cut = (run_megatron_ranks(first_weights, 4, tp=etp, etp=etp, ep=2) for etp in (1, 2))
     for of_ranks, parts in zip(zip(*whole, strict=True), zip(*cut, strict=True), strict=True):
-        (up, down, drawn), (other_up, other_down, other_drawn), *copies = of_ranks
-        assert not torch.isin(up, other_up).any()
-        assert not torch.isin(down, other_down).any()
-        assert torch.equal(drawn, other_drawn)
+        (up, down, drawn), (next_up, next_down, next_drawn), *copies = of_ranks
+        assert not torch.isin(up, next_up).any()
+        assert not torch.isin(down, next_down).any()
+        assert torch.equal(drawn, next_drawn)
         for original, copy, halves in zip(of_ranks[:2], copies, (parts[:2], parts[2:]), strict=True):
             assert all(map(torch.equal, copy, original))
             for axis in (1, 2):

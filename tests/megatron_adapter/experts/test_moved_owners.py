@@ -97,9 +97,9 @@ def test_losses_equal_stock_megatron(name, text_data):
 
 def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data):
     before = partial(call, ["freeze_some"])
-    for one in train_on_all_ranks(2, "{EP2} --train-iters 6", text_data, strategy="fssdp", before=before):
-        assert one.exit_code == 2
-        (line,) = [line for line in one.errors.splitlines() if "[fssdp] error" in line]
+    for rank in train_on_all_ranks(2, "{EP2} --train-iters 6", text_data, strategy="fssdp", before=before):
+        assert rank.exit_code == 2
+        (line,) = [line for line in rank.errors.splitlines() if "[fssdp] error" in line]
         assert "frozen" in line
         assert "reshard_interval=0" in line
 
@@ -161,8 +161,8 @@ def freeze(experts):
     from megatron.core.distributed import DistributedDataParallel
 
     def wrapped(init, self, config, ddp_config, module, *more, **kw):
-        for one in module.modules():
-            for expert in getattr(one, "local_experts", [])[experts]:
+        for submodule in module.modules():
+            for expert in getattr(submodule, "local_experts", [])[experts]:
                 expert.requires_grad_(False)
         init(self, config, ddp_config, module, *more, **kw)
 
@@ -188,7 +188,7 @@ def try_what_is_refused():
 
 def _try_what_is_refused(model, optimizer):
     """Each time one rank of four differs; all ranks must raise an error."""
-    slots = next(one.slots for one in model[0].modules() if hasattr(one, "slot_layer"))
+    slots = next(layer.slots for layer in model[0].modules() if hasattr(layer, "slot_layer"))
     resharding, even, rank = slots.resharding, slots.owners, dist.get_rank()
     maps = [even.with_owners(np.roll(even.device_LE, shift, axis=1)) for shift in (1, 2)]
     expert = resharding.slots[0][0]
@@ -196,11 +196,11 @@ def _try_what_is_refused(model, optimizer):
     group = next(group for group in member.optimizer.param_groups if group["params"])
     state = member.optimizer.state[group["params"][0]]
 
-    def refused(what, error=ConfigurationError, new=maps[0]):
-        with pytest.raises(error, match=what):
+    def refused(words, error=ConfigurationError, new=maps[0]):
+        with pytest.raises(error, match=words):
             slots.move_to(new)
 
-    alone = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+    alone = [dist.new_group([member_rank]) for member_rank in range(dist.get_world_size())][rank]
     with pytest.raises(ConfigurationError, match="wanted every element on one rank"):
         replace(resharding, expert_data_parallel=alone)
 

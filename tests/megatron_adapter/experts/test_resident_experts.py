@@ -43,13 +43,13 @@ def test_resident_replicas_stay_equal_to_their_owners(name, text_data):
     arguments, *adam = LAYOUTS[name]
     before = partial(compare_in_training, counts_in_groups=adam == ["counts in groups"])
     run = train(4, f"{arguments} --train-iters 6", text_data, strategy=FLEXMOE, before=before)
-    of_ranks = list({found["rank"]: found for found in run.notes}.values())  # what each rank measured last
+    of_ranks = list({seen["rank"]: seen for seen in run.notes}.values())  # what each rank measured last
     assert len(of_ranks) == 4
-    assert sum(found["compared"] for found in of_ranks) > 8, "there were hardly any replicas"
-    for found in of_ranks:
+    assert sum(seen["compared"] for seen in of_ranks) > 8, "there were hardly any replicas"
+    for seen in of_ranks:
         # Sums over data-parallel ranks can be formed in another order for a replica.
-        assert found["difference"] <= (1e-2 if "bf16" in arguments else 1e-6)
-        assert found["allocated"] == found["accounted"]
+        assert seen["difference"] <= (1e-2 if "bf16" in arguments else 1e-6)
+        assert seen["allocated"] == seen["accounted"]
 
 
 @pytest.mark.slow
@@ -111,16 +111,16 @@ def test_states_begin_like_those_of_parameters_with_equal_settings():
         return [torch.optim.SGD(groups[:1], lr=0.1, momentum=0.9), torch.optim.Adam(groups[1:])]
 
     model, residents = optimizers(), optimizers()
-    for one in model:
-        parameter = one.param_groups[0]["params"][0]
+    for optimizer in model:
+        parameter = optimizer.param_groups[0]["params"][0]
         parameter.grad = torch.ones_like(parameter)
-        one.step()
+        optimizer.step()
     ours, theirs = (
-        SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=one) for one in side])
+        SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer) for optimizer in side])
         for side in (residents, model)
     )
     _start_states_like(theirs, ours)
-    momentum, adam = (next(iter(one.state.values())) for one in residents)
+    momentum, adam = (next(iter(optimizer.state.values())) for optimizer in residents)
     assert set(momentum) == {"momentum_buffer"}
     assert set(adam) == {"step", "exp_avg", "exp_avg_sq"}
     assert float(adam["step"]) == 1
@@ -140,7 +140,7 @@ def compare_in_training(*, counts_in_groups):
     cheap_links()
     if counts_in_groups:
         optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = AdamOfGroups, False
-    found = {"compared": 0, "difference": 0.0}
+    compared = {"compared": 0, "difference": 0.0}
 
     def end_and_compare(end, driver):
         loads = end(driver)
@@ -164,10 +164,10 @@ def compare_in_training(*, counts_in_groups):
         dist.all_gather_object(everywhere, here, group=group)
         owned = {key[1:]: rows for rank in everywhere for key, rows in rank.items() if key[0] == "owned"}
         for (kind, *expert), rows in here.items():
-            found["compared"] += kind == "replica"
+            compared["compared"] += kind == "replica"
             for got, wanted in zip(rows, owned[tuple(expert)], strict=True):
                 difference = (got.float() - wanted.float()).abs().max() / (wanted.abs().max() or 1.0)
-                found["difference"] = max(found["difference"], float(difference))
+                compared["difference"] = max(compared["difference"], float(difference))
         memory = account_memory(driver._session, driver._host, driver.held)
         parameters = [parameter for slot in residents.parameters for parameter in slot]
         kept = torch.tensor(state_bytes(residents._resident_optimizer, parameters))
@@ -175,7 +175,7 @@ def compare_in_training(*, counts_in_groups):
         copies = driver._host.data_parallel_size // group.size()
         allocated = num_bytes(parameters), int(kept)
         accounted = memory.replica_parameters_bytes, copies * memory.replica_optimizer_bytes
-        note({"rank": dist.get_rank(), **found, "allocated": allocated, "accounted": accounted})
+        note({"rank": dist.get_rank(), **compared, "allocated": allocated, "accounted": accounted})
         return loads
 
     wrap(IterationDriver, "end", end_and_compare)

@@ -23,9 +23,9 @@ TOKENS, HIDDEN, EXPERTS = 24, 8, 4
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_empty_slots_sum_in_the_data_type_of_their_neighbours(dtype):
     weights = [torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)) for _ in range(2)]
-    for one in weights:
-        one.main_grad = torch.zeros_like(one, dtype=dtype)
-    assert [one.main_grad.dtype for one in next(_blanks_like(tuple(weights)))] == [dtype, dtype]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight, dtype=dtype)
+    assert [weight.main_grad.dtype for weight in next(_blanks_like(tuple(weights)))] == [dtype, dtype]
 
 
 class Additions(TorchDispatchMode):
@@ -52,20 +52,20 @@ def test_empty_slots_have_no_gradients_to_add_and_share_their_memory():
     config.gradient_accumulation_fusion = True
     module = two_grouped_experts(config, fuses=True)
     experts = SlotExperts(module, 2)
-    for one in module.parameters():
-        one.main_grad, one.grad_added_to_main_grad = torch.zeros_like(one), False
+    for parameter in module.parameters():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
     experts.bind([None, experts.parameters[0], None, None, experts.parameters[1], None], for_iteration=True)
     body = experts._body
     blanks = [body.linear_fc1._parameters[f"weight{index}"] for index in (0, 2, 3, 5)]
-    assert len({id(one) for one in blanks}) == 4
-    assert len({one.data_ptr() for one in blanks}) == len({one.main_grad.data_ptr() for one in blanks}) == 1
-    assert {one.requires_grad for one in body.parameters()} == {True}
+    assert len({id(p) for p in blanks}) == 4
+    assert len({p.data_ptr() for p in blanks}) == len({p.main_grad.data_ptr() for p in blanks}) == 1
+    assert {parameter.requires_grad for parameter in body.parameters()} == {True}
     rows = torch.randn(6, HIDDEN, requires_grad=True)
     output, _ = experts.compute(rows, torch.tensor([0, 4, 0, 0, 2, 0]), torch.ones(6))
     with Additions() as additions:
         output.sum().backward()
-    assert all(one.grad is None for one in blanks)
-    assert all(one.main_grad.count_nonzero() for one in module.parameters())
+    assert all(p.grad is None for p in blanks)
+    assert all(parameter.main_grad.count_nonzero() for parameter in module.parameters())
     assert additions.num == 2 * 6
 
 
@@ -73,13 +73,13 @@ def test_empty_slots_have_no_gradients_to_add_and_share_their_memory():
 def test_quantized_copies_end_with_the_weights_of_an_iteration():
     """Copies that stay for two and for three slots: two iterations, a pass of its own, an iteration."""
     module = two_grouped_experts(moe_config(1, HIDDEN, 2, moe_grouped_gemm=True))
-    experts, found = SlotExperts(module, 2), []
+    experts, copies = SlotExperts(module, 2), []
     for slots, for_iteration in ((2, True), (3, True), (2, False), (2, True)):
         experts.bind([*experts.parameters, None][:slots], for_iteration=for_iteration)
         experts.compute(torch.ones(4, HIDDEN), torch.tensor([2, 2, 0][:slots]), torch.ones(4))
         bodies = [experts._bodies.get(number) for number in (2, 3)]
-        found.append([len(one.linear_fc2._fp8_workspaces) if one else 0 for one in bodies])
-    assert found == [[2, 0], [0, 3], [0, 0], [2, 0]]
+        copies.append([len(body.linear_fc2._fp8_workspaces) if body else 0 for body in bodies])
+    assert copies == [[2, 0], [0, 3], [0, 0], [2, 0]]
 
 
 def draw():
@@ -177,7 +177,7 @@ def test_changed_experts_are_refused():
     """Hosts wrap, quantize and replace parts, add hooks, and replace methods of single objects."""
     from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
-    for (what, change, when), grouped in product(CHANGES, (False, True)):
+    for (words, change, when), grouped in product(CHANGES, (False, True)):
         for joined in when:
             config = moe_config(2, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)
             layer, session = build_layer(config, "fssdp", {}, stock=True), session_of("fssdp", {"slots": 1})
@@ -186,5 +186,5 @@ def test_changed_experts_are_refused():
             change(layer)
             with pytest.raises(ConfigurationError) as refused:
                 (layer if joined else StrategyMoELayer.of(layer, session))(draw())
-            assert what in str(refused.value)
+            assert words in str(refused.value)
             assert "--moe-strategy none" in str(refused.value)

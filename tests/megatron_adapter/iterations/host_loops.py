@@ -59,7 +59,7 @@ class Host:
             self.config.param_sync_func = None
         self.at(0)
         self.reference = {}
-        self.found = Trained()
+        self.results = Trained()
 
     def at(self, iteration):
         """Begin the data of an iteration, on which only the rank has an influence."""
@@ -101,16 +101,16 @@ class Host:
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
-        return sum(float(one["loss"]) for one in losses)
+        return sum(float(output["loss"]) for output in losses)
 
     def log_probabilities(self, model=None):
         self.model.eval()
         with torch.no_grad():
-            self.found.forward_only.append(self.passes(2, model=model, forward_only=True))
+            self.results.forward_only.append(self.passes(2, model=model, forward_only=True))
         self.model.train()
 
     @contextmanager
-    def other_weights(self):
+    def reference_weights(self):
         """Give the model the weights of a reference, by their names, and its own ones afterwards."""
         import megatron_fssdp
 
@@ -118,8 +118,8 @@ class Host:
         overlaps = bool(self.model.remove_forward_pre_hook_handles)
         if overlaps:
             self.model.disable_forward_pre_hook()
-        own = {name: one.detach().clone() for name, one in self.gpt.named_parameters()}
-        self.reference = self.reference or {name: 0.9 * one for name, one in own.items()}
+        own = {name: parameter.detach().clone() for name, parameter in self.gpt.named_parameters()}
+        self.reference = self.reference or {name: 0.9 * weight for name, weight in own.items()}
         self._write(self.reference)
         yield
         self._write(own)
@@ -128,8 +128,8 @@ class Host:
 
     @torch.no_grad()
     def _write(self, weights):
-        for name, one in self.gpt.named_parameters():
-            one.copy_(weights[name])
+        for name, parameter in self.gpt.named_parameters():
+            parameter.copy_(weights[name])
 
     def reset(self):
         self.model.zero_grad_buffer()
@@ -141,28 +141,28 @@ class Host:
         finalize_model_grads([self.model])
 
     def step(self, loss):
-        self.found.gradients.append(self.gradients())
+        self.results.gradients.append(self.gradients())
         _, norm, _ = self.optimizer.step()
-        self.found.norms.append(float(norm))
-        self.found.losses.append(loss)
+        self.results.norms.append(float(norm))
+        self.results.losses.append(loss)
 
     def _layers(self):
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
-        return (one for one in self.gpt.modules() if isinstance(one, MoELayer))
+        return (module for module in self.gpt.modules() if isinstance(module, MoELayer))
 
     def gradients(self):
-        found = {}
+        norms = {}
         for index, layer in enumerate(self._layers()):
             if (slots := getattr(layer, "slot_layer", None)) is not None:
                 experts = slots.local.experts.parameters
             else:
-                each = (list(one.parameters()) for one in layer.experts.local_experts)
-                experts = dict(zip(layer.local_expert_indices, each, strict=True))
+                of_experts = (list(module.parameters()) for module in layer.experts.local_experts)
+                experts = dict(zip(layer.local_expert_indices, of_experts, strict=True))
             for expert, parameters in experts.items():
                 for place, parameter in enumerate(parameters):
-                    found[index, expert, place] = float(parameter.main_grad.norm())
-        return found
+                    norms[index, expert, place] = float(parameter.main_grad.norm())
+        return norms
 
     def overlaps_gather(self):
         """After the first step, parameters are gathered in forward passes."""
@@ -191,7 +191,7 @@ def build(config):
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     gpt = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
-    for layer in (one for one in gpt.modules() if isinstance(one, MoELayer)):
+    for layer in (module for module in gpt.modules() if isinstance(module, MoELayer)):
         with torch.no_grad():
             layer.router.weight[:2] += 0.1
             for parameter in layer.experts.parameters():
@@ -217,7 +217,7 @@ def verl(host, iteration):
 
 def slime(host, iteration):
     """Log-probabilities of a reference, whose weights are written over the model's for a while."""
-    with host.other_weights():
+    with host.reference_weights():
         host.log_probabilities()
     host.reset()
     loss = host.passes()
@@ -246,10 +246,10 @@ def nemo(host, iteration):
 
 def by_hand(host, iteration):
     """No schedule; buffers are reset one by one; a forward pass without gradients in the middle."""
-    for one in (*host.model.buffers, *host.model.expert_parallel_buffers):
-        one.reset()
-    for one in (*host.model.bucket_groups, *host.model.expert_parallel_bucket_groups):
-        one.reset()
+    for buffer in (*host.model.buffers, *host.model.expert_parallel_buffers):
+        buffer.reset()
+    for group in (*host.model.bucket_groups, *host.model.expert_parallel_bucket_groups):
+        group.reset()
     host.optimizer.zero_grad()
     total = 0.0
     numbers = range(2 + iteration % 2)
@@ -259,7 +259,7 @@ def by_hand(host, iteration):
             loss.backward()
         total += float(loss)
         with torch.inference_mode() if number else torch.no_grad():
-            host.found.forward_only.append(float(host.forward()))
+            host.results.forward_only.append(float(host.forward()))
     host.finalize()
     host.step(total)
 
@@ -293,15 +293,15 @@ def offloading(host, iteration):
     host.reset()
     host.step(host.passes())
     buffers = (*host.model.buffers, *host.model.expert_parallel_buffers)
-    kept = [None if one.param_data is None else one.param_data.clone() for one in buffers]
-    for one in buffers:
-        for data in filter(lambda held: held is not None, (one.param_data, one.grad_data)):
-            data.untyped_storage().resize_(0)
-    for one, values in zip(buffers, kept, strict=True):
-        for data in filter(lambda held: held is not None, (one.param_data, one.grad_data)):
-            data.untyped_storage().resize_(data.numel() * data.element_size())
+    kept = [None if buffer.param_data is None else buffer.param_data.clone() for buffer in buffers]
+    for buffer in buffers:
+        for tensor in filter(lambda held: held is not None, (buffer.param_data, buffer.grad_data)):
+            tensor.untyped_storage().resize_(0)
+    for buffer, values in zip(buffers, kept, strict=True):
+        for tensor in filter(lambda held: held is not None, (buffer.param_data, buffer.grad_data)):
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
         if values is not None:
-            one.param_data.copy_(values)
+            buffer.param_data.copy_(values)
 
 
 LOOPS = {loop.__name__: loop for loop in (swift, verl, slime, nemo, by_hand, abandoning, offloading)}
@@ -326,36 +326,36 @@ def trained(strategy, loop, num_iterations=3, **options):
     for iteration in range(num_iterations):
         made.clear()
         loop(host, iteration)
-        host.found.replicas.append(max(made, default=0))
+        host.results.replicas.append(max(made, default=0))
         if not iteration:
             host.overlaps_gather()
         for session in (model.session for model in attachment.models if strategy[0] != "none"):
-            host.found.num_known = min(len(one.history) for one in session.runtime.layers)
-            host.found.moved.append(not session.slots.owners.is_even)
-    return host.found
+            host.results.num_known = min(len(layer.history) for layer in session.runtime.layers)
+            host.results.moved.append(not session.slots.owners.is_even)
+    return host.results
 
 
 def train_under(rank, world_size, loop, strategies, options):
     """Train in one process under one strategy after another, ``none`` first; each has a model of its own."""
-    return [trained(one, LOOPS[loop], **options) for one in (("none", {}), *strategies)]
+    return [trained(strategy, LOOPS[loop], **options) for strategy in (("none", {}), *strategies)]
 
 
 def assert_equal(ranks, names, groups=((0, 1),)):
     """Runs have the losses and norms of the first one of their rank, and in these groups its gradients."""
     for stock, *others in ranks:
-        for name, found in zip(names, others, strict=True):
-            for what in ("losses", "norms", "forward_only"):
-                wanted = pytest.approx(getattr(stock, what), rel=1e-5)
-                assert getattr(found, what) == wanted, f"{name}: {what}"
+        for name, run in zip(names, others, strict=True):
+            for quantity in ("losses", "norms", "forward_only"):
+                wanted = pytest.approx(getattr(stock, quantity), rel=1e-5)
+                assert getattr(run, quantity) == wanted, f"{name}: {quantity}"
     for number, name in enumerate(names, 1):
         for group in groups:
-            assert_equal_gradients(*([ranks[one][which] for one in group] for which in (number, 0)), name)
+            assert_equal_gradients(*([ranks[rank][which] for rank in group] for which in (number, 0)), name)
 
 
-def assert_equal_gradients(found, stock, name):
+def assert_equal_gradients(ours, stock, name):
     """Each expert's gradient is at its owner, wherever that is."""
-    of_ranks = (zip(*(one.gradients for one in ranks), strict=True) for ranks in (found, stock))
+    of_ranks = (zip(*(run.gradients for run in ranks), strict=True) for ranks in (ours, stock))
     for got, wanted in zip(*of_ranks, strict=True):
-        experts, stock_experts = ({key: one[key] for one in parts for key in one} for parts in (got, wanted))
-        assert experts.keys() == stock_experts.keys(), name
-        assert experts == pytest.approx(stock_experts, rel=2e-5, abs=1e-7), name
+        experts, theirs = ({key: part[key] for part in parts for key in part} for parts in (got, wanted))
+        assert experts.keys() == theirs.keys(), name
+        assert experts == pytest.approx(theirs, rel=2e-5, abs=1e-7), name

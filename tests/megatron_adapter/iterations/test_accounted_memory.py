@@ -31,14 +31,14 @@ EXPERT_ELEMENTS = 2 * 32 * 64 + 64 + 32
 def test_accounted_bytes_equal_allocated_bytes(name, text_data):
     """After re-shards, sizes hold and each rank's optimizer part is as large as under plain EP."""
     world_size, layout, sizes = int(LAYOUTS[name][0]), *LAYOUTS[name][1:]
-    found = {}
+    by_strategy = {}
     for strategy in (FSSDP, EP):
         arguments = f"{{EP2}} --train-iters 4 {layout}"
         run = train(world_size, arguments, text_data, strategy=strategy, before=measure_in_training)
-        found[strategy] = run.notes[3::4]  # of the fourth iteration, by rank
+        by_strategy[strategy] = run.notes[3::4]  # of the fourth iteration, by rank
     of_parameter, of_gradient, of_optimizer = (SLOTS * EXPERT_ELEMENTS * int(size) for size in sizes.split())
     shares = world_size // 2 if "distributed" in layout else 1
-    for ranks in found.values():
+    for ranks in by_strategy.values():
         for rank in ranks:
             assert rank["allocated"]["parameters"] == rank["accounted"]["parameters"] == of_parameter
             assert rank["allocated"]["gradients"] == rank["accounted"]["gradients"] == of_gradient
@@ -48,7 +48,7 @@ def test_accounted_bytes_equal_allocated_bytes(name, text_data):
         allocated = [rank["allocated"]["optimizer"] for rank in ranks]
         assert sum(allocated) == sum(rank["accounted"]["optimizer"] for rank in ranks)
         assert shares > 1 or set(allocated) == {of_optimizer}
-    moved, plain = found[FSSDP], found[EP]
+    moved, plain = by_strategy[FSSDP], by_strategy[EP]
     assert len(moved) == len(plain) == world_size
     assert all(rank["moved"] for rank in moved), "nothing was re-sharded"
     assert not any(rank["moved"] for rank in plain)
@@ -72,9 +72,9 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name, text_data):
     arguments = f"{{EP2}} {{PP2}} --train-iters 3 {{BATCH16}} {more}"
     strategy = "fastermoe slots=2 FSSDP_PROFILE_ITERATIONS=1"
     run = train(4, arguments, text_data, strategy=strategy, before=shadow_and_measure)
-    found = {rank: (accounted, allocated) for rank, accounted, allocated in run.notes}  # the last ones
+    by_rank = {rank: (accounted, allocated) for rank, accounted, allocated in run.notes}  # the last ones
     for rank in range(4):
-        accounted, allocated = found[rank]
+        accounted, allocated = by_rank[rank]
         assert accounted == layers_of_stage[rank // 2] * 2 * EXPERT_ELEMENTS * 4
         # Experts of each group's first rank are shadowed.
         assert allocated == (accounted if rank % 2 else 0)

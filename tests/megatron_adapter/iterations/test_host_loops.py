@@ -35,10 +35,10 @@ def test_none_records_the_loads_of_a_loop(loop, tmp_path):
     for stock, recorded, _ in run_megatron_ranks(train_under, 2, loop, strategies, {}, ep=2):
         assert (recorded.losses, recorded.norms) == (stock.losses, stock.norms)
         assert recorded.gradients == stock.gradients
-    found, wanted = (read_loads(tmp_path / name) for name in names)
-    assert found.iterations.tolist() == wanted.iterations.tolist()
-    np.testing.assert_array_equal(found.counts_ILDE[0], wanted.counts_ILDE[0])
-    tokens_IL = found.counts_ILDE.sum(axis=(2, 3))
+    loads, wanted = (read_loads(tmp_path / name) for name in names)
+    assert loads.iterations.tolist() == wanted.iterations.tolist()
+    np.testing.assert_array_equal(loads.counts_ILDE[0], wanted.counts_ILDE[0])
+    tokens_IL = loads.counts_ILDE.sum(axis=(2, 3))
     np.testing.assert_array_equal(tokens_IL, wanted.counts_ILDE.sum(axis=(2, 3)))
 
 
@@ -46,8 +46,8 @@ def compare(loop, strategies, **options):
     ranks = run_megatron_ranks(train_under, 2, loop, strategies, options, ep=2)
     assert_equal(ranks, [name for name, _ in strategies])
     for _, *others in ranks:
-        for (name, settings), found in zip(strategies, others, strict=True):
+        for (name, settings), run in zip(strategies, others, strict=True):
             if name == "fssdp":
-                assert found.replicas[-1] > 0
-                assert found.num_known > 0
-                assert any(found.moved) == ("reshard_interval" in settings)  # slime moves them back
+                assert run.replicas[-1] > 0
+                assert run.num_known > 0
+                assert any(run.moved) == ("reshard_interval" in settings)  # slime moves them back

@@ -58,8 +58,8 @@ def test_a_resumed_run_continues_its_own_records(tmp_path):
     asked = tmp_path / "records"
     record(asked, run_of())
     assert record_folder(asked, run_of("training.train_iters=99"), resumes=True) == asked
-    for other in ("model.num_layers=6", "parallelism.num_nodes=2", "training.save=elsewhere"):
-        assert record_folder(asked, run_of(other), resumes=True) == tmp_path / "records-2", other
+    for change in ("model.num_layers=6", "parallelism.num_nodes=2", "training.save=elsewhere"):
+        assert record_folder(asked, run_of(change), resumes=True) == tmp_path / "records-2", change
     record(tmp_path / "records-2", run_of())
     assert record_folder(asked, run_of(), resumes=True) == tmp_path / "records-2", "the latest"
 
@@ -101,29 +101,29 @@ def test_a_shipped_run_is_read_back_from_its_arguments(name, monkeypatch):
     run = load_run(RUNS[name])
     args = parsed(run, monkeypatch)
     on_cpu = run.training.device == "cpu"
-    found = described_config(
+    config = described_config(
         args, run.model.family, run.parallelism.nproc_per_node, on_cpu, run.strategy.model_dump()
     )
-    assert found.strategy == run.strategy
+    assert config.strategy == run.strategy
     ignored = {"declared_nodes"}
-    assert found.parallelism.model_dump(exclude=ignored) == run.parallelism.model_dump(exclude=ignored)
-    assert found.model.model_dump(include=MODEL) == run.model.model_dump(include=MODEL)
-    assert found.global_batch_size == run.global_batch_size
+    assert config.parallelism.model_dump(exclude=ignored) == run.parallelism.model_dump(exclude=ignored)
+    assert config.model.model_dump(include=MODEL) == run.model.model_dump(include=MODEL)
+    assert config.global_batch_size == run.global_batch_size
     for key in ("train_iters", "micro_batch_size", "optimizer", "lr", "precision"):
-        assert getattr(found.training, key) == getattr(run.training, key)
+        assert getattr(config.training, key) == getattr(run.training, key)
     given = {key: value for key, value in run.megatron_values().items() if key not in ("save", "load")}
-    found_values = found.megatron_values()
+    recorded = config.megatron_values()
     for key, value in given.items():  # what equals Megatron's default need not be recorded
-        assert found_values.get(key, plain(options()[key].default)) == value
+        assert recorded.get(key, plain(options()[key].default)) == value
     if run.parallelism.ranks_of_a_model == 1:
-        assert job_of_run(found) == job_of_run(run)
+        assert job_of_run(config) == job_of_run(run)
 
 
 def test_other_arguments_are_recorded_under_their_own_names(monkeypatch):
     run = load_run(["gpt_moe_tiny"], ["model.moe_expert_capacity_factor=1.5", "training.num_workers=3"])
-    found = described_config(parsed(run, monkeypatch), "gpt", 4, True, STRATEGY)
-    assert found.model.model_extra["moe_expert_capacity_factor"] == 1.5
-    assert found.training.model_extra["num_workers"] == 3
+    config = described_config(parsed(run, monkeypatch), "gpt", 4, True, STRATEGY)
+    assert config.model.model_extra["moe_expert_capacity_factor"] == 1.5
+    assert config.training.model_extra["num_workers"] == 3
 
 
 def test_what_a_yaml_cannot_describe_is_refused(monkeypatch):

@@ -37,7 +37,7 @@ def use_renewable_groups():
 
     def of_inner(call):
         def called(*args, **kwargs):
-            inner = [one.group if isinstance(one, Renewable) else one for one in args]
+            inner = [arg.group if isinstance(arg, Renewable) else arg for arg in args]
             return call(*inner, **{k: v.group if isinstance(v, Renewable) else v for k, v in kwargs.items()})
 
         return called
@@ -50,10 +50,10 @@ def use_renewable_groups():
 
 def renewing(host, iteration):
     swift(host, iteration)
-    for one in _renewable:
-        dist.destroy_process_group(one)
-    for one in _renewable:
-        one.group = one.make()
+    for renewable in _renewable:
+        dist.destroy_process_group(renewable)
+    for renewable in _renewable:
+        renewable.group = renewable.make()
 
 
 def train(rank, world_size):

@@ -98,25 +98,25 @@ def staged(text_data, tmp_path_factory):
 
 def test_single_micro_batches_are_recorded_as_they_were_routed(staged):
     run, folder = staged
-    found = read_micro_batch_loads(folder)
-    assert found.counts_IZLDE.shape == (5, 4, 4, 2, 8)
-    assert found.layers.tolist() == [1, 2, 3, 4]
-    for layer in found.layers:
+    loads = read_micro_batch_loads(folder)
+    assert loads.counts_IZLDE.shape == (5, 4, 4, 2, 8)
+    assert loads.layers.tolist() == [1, 2, 3, 4]
+    for layer in loads.layers:
         for device in (0, 1):
             routed = [note[2] for note in run.notes if note[:2] == (layer, device)]
-            assert found.counts_IZLDE[:, :, layer - 1, device].reshape(-1, 8).tolist() == routed
-    np.testing.assert_array_equal(found.counts_IZLDE.sum(axis=1), read_loads(folder).counts_ILDE)
+            assert loads.counts_IZLDE[:, :, layer - 1, device].reshape(-1, 8).tolist() == routed
+    np.testing.assert_array_equal(loads.counts_IZLDE.sum(axis=1), read_loads(folder).counts_ILDE)
 
 
 def check_passes(metrics, num_stages):
     for entry in metrics:
-        passes = [one for layer in entry.layers for one in (layer.forward, layer.backward)]
+        passes = [layer_pass for layer in entry.layers for layer_pass in (layer.forward, layer.backward)]
         inside_s = 0.0
-        for one in passes:
-            assert one is not None
-            parts = (one.other_s, one.dispatch_s, one.experts_s, one.combine_s)
+        for layer_pass in passes:
+            assert layer_pass is not None
+            parts = (layer_pass.other_s, layer_pass.dispatch_s, layer_pass.experts_s, layer_pass.combine_s)
             assert min(parts) > 0
-            assert one.experts_slowest_s >= one.experts_s
+            assert layer_pass.experts_slowest_s >= layer_pass.experts_s
             inside_s += sum(parts)
         # The parts are means over ranks, and the passes are those of one rank.
         assert inside_s / num_stages < 1.2 * entry.passes_s
@@ -193,10 +193,10 @@ def test_none_and_ep_record_the_same_loads(layout, num_ranks, text_data, tmp_pat
     # Routers of later iterations differ where ranks add gradients in another order.
     for record in ("loads", "placements"):
         pairs = zip(vars(getattr(stock, record)).values(), vars(getattr(ours, record)).values(), strict=True)
-        for found, wanted in pairs:
-            np.testing.assert_array_equal(found[:1], wanted[:1])
-    for found, wanted in zip(stock.metrics[0].layers, ours.metrics[0].layers, strict=True):
-        assert replace(wanted, forward=None, backward=None, strategy=None) == found
+        for got, wanted in pairs:
+            np.testing.assert_array_equal(got[:1], wanted[:1])
+    for got, wanted in zip(stock.metrics[0].layers, ours.metrics[0].layers, strict=True):
+        assert replace(wanted, forward=None, backward=None, strategy=None) == got
 
 
 def note_evaluations():
@@ -220,7 +220,7 @@ def test_skipped_training_only_evaluates(text_data, tmp_path):
         recording = f"{name} record_dir={tmp_path / name.split()[0]}"
         losses.append(train(2, skipping, text_data, strategy=recording, before=note_evaluations).notes)
     assert len(losses[0]) == 4  # of two sets on two ranks
-    assert all(found == pytest.approx(losses[0], rel=1e-6) for found in losses)
+    assert all(of_strategy == pytest.approx(losses[0], rel=1e-6) for of_strategy in losses)
 
 
 def test_boards_have_the_figures_of_logged_iterations(staged):
@@ -243,8 +243,8 @@ def test_boards_have_the_figures_of_logged_iterations(staged):
         wanted = figures("fssdp/{}", entry, "iteration")
         for layer in entry.layers:
             wanted |= figures(f"fssdp {{}}/layer {layer.layer}", layer, "layer")
-        found = {name: {event.step: event.value for event in events.Scalars(name)} for name in wanted}
-        assert {name: steps[entry.iteration] for name, steps in found.items()} == pytest.approx(wanted)
+        scalars = {name: {event.step: event.value for event in events.Scalars(name)} for name in wanted}
+        assert {name: steps[entry.iteration] for name, steps in scalars.items()} == pytest.approx(wanted)
         tokens = {
             f"fssdp tokens of an expert/layer {n + 1}": tokens_ILE[entry.iteration - 1, n] for n in range(4)
         }

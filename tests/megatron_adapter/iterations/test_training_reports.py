@@ -19,13 +19,13 @@ SKEWED = "{EP2} --train-iters 6 --log-interval 2 --moe-router-force-biased 1.5"
 
 def lines_of(text_data, strategy, arguments=SKEWED, ranks=2):
     messages = train(ranks, arguments, text_data, strategy=strategy).messages
-    return [one for one in messages if "× mean load" in one]
+    return [message for message in messages if "× mean load" in message]
 
 
 def loads(line):
-    found = re.search(r"busiest device ([\d.]+)(?: → ([\d.]+))? × mean load", line)
-    assert found, line
-    return [float(number) for number in found.groups() if number]
+    match = re.search(r"busiest device ([\d.]+)(?: → ([\d.]+))? × mean load", line)
+    assert match, line
+    return [float(number) for number in match.groups() if number]
 
 
 def test_a_line_during_the_training_and_one_at_its_end(text_data, tmp_path):
@@ -68,6 +68,6 @@ def test_a_loop_whose_passes_nobody_counts_is_told():
 
 @pytest.mark.slow
 def test_pipeline_stages_have_a_line_each(text_data):
-    ends = [one for one in lines_of(text_data, "ep", "{EP2} {PP2} --train-iters 2", 4) if "at the end" in one]
-    assert ["stage 0" in one for one in sorted(ends)] == [True, False]
-    assert ["Next: " in one for one in sorted(ends)] == [True, False]
+    lines = lines_of(text_data, "ep", "{EP2} {PP2} --train-iters 2", 4)
+    ends = sorted(line for line in lines if "at the end" in line)
+    assert [("stage 0" in line, "Next: " in line) for line in ends] == [(True, True), (False, False)]

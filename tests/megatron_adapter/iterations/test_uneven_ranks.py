@@ -63,7 +63,7 @@ def iterate(host, iteration, seed):
 
 def train_unevenly(rank, world_size, seed, strategies, options):
     loop = partial(iterate, seed=seed)
-    return [trained(one, loop, ITERATIONS, **options) for one in (("none", {}), *strategies)]
+    return [trained(strategy, loop, ITERATIONS, **options) for strategy in (("none", {}), *strategies)]
 
 
 def test_groups_with_other_numbers_of_micro_batches_train_as_stock_megatron(tmp_path):
@@ -71,7 +71,7 @@ def test_groups_with_other_numbers_of_micro_batches_train_as_stock_megatron(tmp_
     # With the distributed optimizer, a rank has complete gradients of a part of each Parameter only.
     groups = ((0, 1), (2, 3))
     ranks = compare(seed, [recorded, *STRATEGIES], groups, use_distributed_optimizer=False)
-    assert all(any(one.moved) for _, one, *_ in ranks)
+    assert all(any(run.moved) for _, run, *_ in ranks)
     numbers_ID = np.repeat(numbers_of(seed), 2, axis=1)
     counts_ILDE = read_loads(tmp_path).counts_ILDE
     assert (counts_ILDE.sum(axis=3) == 2 * BATCH * LENGTH * numbers_ID[:, None]).all()

@@ -40,7 +40,7 @@ def reading(host, iteration):
     host.reset()
     host.config.finalize_model_grads_func = None
     loss = host.passes(1 + iteration % 2)
-    host.found.gradients.append(host.gradients())
+    host.results.gradients.append(host.gradients())
     host.step(loss + host.passes(2))
 
 
@@ -85,7 +85,7 @@ def averaged(host, iteration):
     host.reset()
     loss = host.passes(1)
     own = [parameter.clone() for parameter in host.gpt.parameters()]
-    write(host, [0.7 * one for one in own])
+    write(host, [0.7 * parameter for parameter in own])
     host.log_probabilities()
     write(host, own)
     host.model.zero_grad_buffer()
@@ -98,7 +98,7 @@ def in_chunks(host, iteration):
     host.config.finalize_model_grads_func = None
     loss = host.passes(2)
     own = [parameter.clone() for parameter in host.gpt.parameters()]
-    write(host, [0.7 * one for one in own])
+    write(host, [0.7 * parameter for parameter in own])
     host.log_probabilities()
     if iteration != 2:
         write(host, own)
@@ -108,10 +108,10 @@ def in_chunks(host, iteration):
 def in_parts(host, iteration):
     """The loop clips gradients by itself, between two parts of the optimizer's step."""
     host.reset()
-    host.found.losses.append(host.passes())
-    host.found.gradients.append(host.gradients())
+    host.results.losses.append(host.passes())
+    host.results.gradients.append(host.gradients())
     assert not host.optimizer.prepare_grads()
-    host.found.norms.append(float(host.optimizer.clip_grad_norm(0.5)))
+    host.results.norms.append(float(host.optimizer.clip_grad_norm(0.5)))
     assert host.optimizer.step_with_ready_grads()
 
 
@@ -123,7 +123,7 @@ def one_by_one(host, iteration):
     host.step(loss)
     host.optimizer = optimizer
     for member in optimizer.chained_optimizers:
-        host.found.norms.append(float(member.step()[1]))
+        host.results.norms.append(float(member.step()[1]))
 
 
 def in_eval_mode(host, iteration):
@@ -161,7 +161,7 @@ def new_optimizer(host):
 def halve(host):
     for parameter in host.model.parameters():
         parameter.main_grad.mul_(0.5)
-    host.found.gradients.append(host.gradients())
+    host.results.gradients.append(host.gradients())
 
 
 QUOTA, FLEXMOE = ("quota", {"slots": 2}), ("flexmoe", {})
@@ -189,18 +189,18 @@ MORE = {
 
 def train_unusually(rank, world_size, table):
     """Stock Megatron's run, and that of each strategy, by loop."""
-    return {loop: [trained(one, loop) for one in (("none", {}), *table[loop])] for loop in table}
+    return {loop: [trained(strategy, loop) for strategy in (("none", {}), *table[loop])] for loop in table}
 
 
 @pytest.mark.parametrize("table", [LOOPS, *slow([MORE])], ids=["loops", "more strategies"])
 def test_unusual_loops_train_as_stock_megatron(table):
     ranks = run_megatron_ranks(train_unusually, 2, table, ep=2)
     for loop, strategies in table.items():
-        of_ranks = [found[loop] for found in ranks]
+        of_ranks = [results[loop] for results in ranks]
         assert_equal(of_ranks, [f"{name}, {loop.__name__}" for name, _ in strategies])
         for strategy, *runs in zip(strategies, *(others for _, *others in of_ranks), strict=True):
-            assert min(one.num_known for one in runs) > 0
-            assert strategy is not MOVING or all(one.moved[-1] for one in runs)
+            assert min(run.num_known for run in runs) > 0
+            assert strategy is not MOVING or all(run.moved[-1] for run in runs)
 
 
 SERVED = {"frozen model", "home between iterations", "copy at home", "reference at home"}
@@ -255,7 +255,7 @@ def refusals(rank, world_size):
     host = host_of(MOVING, 4)
     for iteration in range(4):  # A model that was wrapped under ``none`` goes on as Megatron's own.
         swift(plain, iteration)
-    assert plain.found.losses == pytest.approx(host.found.losses)
+    assert plain.results.losses == pytest.approx(host.results.losses)
     # Copies by names, while experts are elsewhere.
     note("state_dict", host.model.state_dict)
     note("load_state_dict", partial(host.model.load_state_dict, strict=False), {})
@@ -288,9 +288,9 @@ def refusals(rank, world_size):
     note("reference of residents", host_loops.slime, host, 4)
     note("parts of a step", in_parts, Host(), 0)
     host = Host()
-    other = type("OtherAdam", (torch.optim.AdamW,), {})  # as slime may build
+    adam = type("OtherAdam", (torch.optim.AdamW,), {})  # as slime may build
     for member in getattr(host.optimizer, "chained_optimizers", [host.optimizer]):
-        member.optimizer.__class__ = other
+        member.optimizer.__class__ = adam
     note("other optimizer", host.passes)
     whole = {"use_distributed_optimizer": False}
     host = host_of(("flexmoe", {"placement_interval": 1, "window": 1}), 4, **whole)
@@ -306,13 +306,13 @@ def refusals(rank, world_size):
     experts_of_first(host).requires_grad_(True)
     host.optimizer = new_optimizer(host)
     note("new optimizer", swift, host, 4)
-    host, other = host_of(QUOTA, 1), host_of(QUOTA, 1)
+    host, other_host = host_of(QUOTA, 1), host_of(QUOTA, 1)
     layer = next(host._layers())
     layer.experts = torch.nn.Sequential(layer.experts)
     note("other experts", host.passes)
-    layer = next(other._layers())
+    layer = next(other_host._layers())
     layer.token_dispatcher = copy(layer._dispatchers._built)
-    note("other dispatcher", other.passes)
+    note("other dispatcher", other_host.passes)
     host = host_of(("fastermoe", {"smart_schedule": True}), 1)
     router = next(host._layers()).router.weight
     note("gradients of few Parameters", torch.autograd.grad, host.forward(), [router])

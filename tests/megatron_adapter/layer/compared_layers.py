@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass
-class Found:
+class LayerComparison:
     """What one rank found in two passes."""
 
     error: float = 0.0  # the largest difference of a tensor, relative to its norm
@@ -74,9 +74,9 @@ def _compare(rank, row):
             stock = _layer(row, tp > 1, is_stock=True)
     ours.load_state_dict(stock.state_dict())
     ours.config.overlap_moe_expert_parallel_comm = row.in_segments
-    found, used, maps = Found(), [], []
+    comparison, used, maps = LayerComparison(), [], []
     bind, remap = ours.slot_layer.passes.on_pass, ours.slot_layer.remap
-    ours.slot_layer.passes.on_pass = lambda one: (used.append(one), bind(one))
+    ours.slot_layer.passes.on_pass = lambda slot_pass: (used.append(slot_pass), bind(slot_pass))
     ours.slot_layer.remap = lambda *routing: maps.append(remap(*routing)) or maps[-1]
     for layer in (stock, ours) if rank in row.silent else ():
         layer.route = partial(_select_nothing, layer)
@@ -98,12 +98,12 @@ def _compare(rank, row):
             wanted = [torch.cat(parts[0]), torch.cat(parts[1]), sum(parts[2], torch.zeros(()))]
         wanted += [of_experts[name] for name in sorted(of_experts)]
         got += [experts[name] for name in sorted(of_experts)]
-        found.error = max(found.error, *(_relative(x, y) for x, y in zip(got, wanted, strict=True)))
-    found.num_replicas = used[-1].plan.placement.num_replicas
-    found.dispatcher = type(ours.token_dispatcher).__name__
-    if found.dispatcher == "DeduplicatedTokenDispatcher":
-        _count_rows(found, ours.token_dispatcher, maps[-1][0])
-    return found
+        comparison.error = max(comparison.error, *(_relative(x, y) for x, y in zip(got, wanted, strict=True)))
+    comparison.num_replicas = used[-1].plan.placement.num_replicas
+    comparison.dispatcher = type(ours.token_dispatcher).__name__
+    if comparison.dispatcher == "DeduplicatedTokenDispatcher":
+        _count_rows(comparison, ours.token_dispatcher, maps[-1][0])
+    return comparison
 
 
 def _topology(detect, nodes, *arguments):
@@ -115,14 +115,14 @@ def _select_nothing(layer, *arguments):
     return probs * 0, routing_map & False
 
 
-def _count_rows(found, dispatcher, routing_map):
+def _count_rows(comparison, dispatcher, routing_map):
     node_D = dispatcher._topology.node_of_device_D
     hit_TD = routing_map.unflatten(1, (len(node_D), -1)).any(dim=2).numpy()
     is_far_D = node_D != node_D[dispatcher.ep_rank]
     nodes = sum(int(hit_TD[:, node_D == node].any(axis=1).sum()) for node in set(node_D[is_far_D]))
     sent_D = [np.array(sends) for sends, _ in dispatcher._splits]  # of each hop
-    found.sent = int(sum(hop_D[is_far_D].sum() for hop_D in sent_D)), int(sent_D[-1].sum())
-    found.distinct = nodes, int(hit_TD.sum())
+    comparison.sent = int(sum(hop_D[is_far_D].sum() for hop_D in sent_D)), int(sent_D[-1].sum())
+    comparison.distinct = nodes, int(hit_TD.sum())
 
 
 def _layer(row, is_split, *, is_stock=False):
@@ -146,7 +146,7 @@ def _layer(row, is_split, *, is_stock=False):
         if row.fuses:
             parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
             parameter.accumulation = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-            parameter.accumulation.register_hook(lambda *_, one=parameter: _add_to_main_grad(one))
+            parameter.accumulation.register_hook(lambda *_, weight=parameter: _add_to_main_grad(weight))
     return layer
 
 
@@ -179,7 +179,7 @@ def _pass(layer, hidden, upstream, *, in_segments=False):
         runtime.end_passes()
         runtime.end_iteration()
     experts = {name: (p, gradient_of(p)) for name, p in layer.experts.named_parameters()}
-    sums = {name: torch.zeros_like(p) if one is None else one.clone() for name, (p, one) in experts.items()}
+    sums = {name: torch.zeros_like(p) if g is None else g.clone() for name, (p, g) in experts.items()}
     if getattr(layer, "shared_experts", None) is not None:
         sums["shared"] = layer.shared_experts.linear_fc2.weight.grad.clone()
     for name in sorted(sums):

@@ -181,12 +181,12 @@ def test_output_and_all_gradients_with_the_exchanges_of_the_plugin():
     results = run_megatron_ranks(_compare_exchanges, 4, ep=4)
     _check(results, EXCHANGES)
     for name in EXCHANGES:
-        of_ranks = [found[name] for found in results]
+        of_ranks = [by_name[name] for by_name in results]
         wanted = "Deduplicated" if name.startswith("once") else "SmartSchedule"
-        assert {found.dispatcher for found in of_ranks} == {f"{wanted}TokenDispatcher"}, name
+        assert {rank.dispatcher for rank in of_ranks} == {f"{wanted}TokenDispatcher"}, name
         # A token goes once to each other node, and once to each device.
-        assert all(found.sent[0] == found.distinct[0] for found in of_ranks), name
-        assert sum(found.sent[1] for found in of_ranks) == sum(found.distinct[1] for found in of_ranks), name
+        assert all(rank.sent[0] == rank.distinct[0] for rank in of_ranks), name
+        assert sum(rank.sent[1] for rank in of_ranks) == sum(rank.distinct[1] for rank in of_ranks), name
 
 
 @pytest.mark.parametrize("layout", slow(LAYOUTS), ids=str)
@@ -210,10 +210,10 @@ def check_tensor_parallel(layout, names):
 
 def _check(results, table, tolerance=1e-05):
     for of_rank in results:
-        for name, found in of_rank.items():
+        for name, comparison in of_rank.items():
             bound = 2e-2 if "bf16" in table[name].options else tolerance
-            assert found.error <= bound, f"{name}: relative difference {found.error}"
-            assert found.num_replicas > 0 or not table[name].replicates, name
+            assert comparison.error <= bound, f"{name}: relative difference {comparison.error}"
+            assert comparison.num_replicas > 0 or not table[name].replicates, name
 
 
 def _compare_dispatchers(rank, world_size):
@@ -240,11 +240,11 @@ def _compare_tensor_parallel(rank, world_size, names):
 
     _register_scheduled()
     is_whole = ps.get_expert_tensor_parallel_world_size() == 1
-    is_one = ps.get_tensor_model_parallel_world_size() == 1
-    found = {}
+    is_single = ps.get_tensor_model_parallel_world_size() == 1
+    comparisons = {}
     for name, row in ((name, TENSOR_PARALLEL[name]) for name in names):
         # The others are refused. On one device, Megatron's own experts with biases and its segments fail.
-        if ("whole experts" in name and not is_whole) or (row.split and is_one):
+        if ("whole experts" in name and not is_whole) or (row.split and is_single):
             continue
         if ("biases" in name or row.in_segments) and ps.get_expert_model_parallel_world_size() == 1:
             continue
@@ -255,8 +255,8 @@ def _compare_tensor_parallel(rank, world_size, names):
                 patches.enter_context(
                     patch("megatron_fssdp.planning.cost.tensor_schedules.LEAST_SLICE_BYTES", 0)
                 )
-            found |= compare_rows(rank, {name: replace(row, options={**IN_FP64, **row.options})})
-    return found
+            comparisons |= compare_rows(rank, {name: replace(row, options={**IN_FP64, **row.options})})
+    return comparisons
 
 
 def _register_scheduled():

@@ -102,7 +102,7 @@ def test_training_and_simulator_agree(chosen, plain, text_data, tmp_path, monkey
     strategy = build_strategy(name, resolve_strategy(name, None, keys))
     simulated = list(replay_strategy(strategy, read_loads(folder).counts_ILDE, TOPOLOGY, PROFILE))
     notes = iter(run.notes[: NUM_ITERATIONS * 2])  # of rank 0
-    found = []
+    observed = []
     for iteration, record in enumerate(simulated):
         for layer, (_, plan, counts_DE) in enumerate(record.micro_batches[0]):
             where = f"iteration {iteration}, layer {layer}"
@@ -118,10 +118,10 @@ def test_training_and_simulator_agree(chosen, plain, text_data, tmp_path, monkey
             assert life == (plan.life.value if has_replicas else None), where
             assert overlaps == (plan.gather_ahead and has_replicas), where
             assert has_group or not overlaps
-            found.append((has_replicas, overlaps))
+            observed.append((has_replicas, overlaps))
     moved = [len(record.source_P) for record in simulated]
     assert moved == [entry.resharded_experts for entry in metrics]
     # None of this is empty: what a strategy says that it can do, it does.
-    assert any(replicas for replicas, _ in found) == (strategy.selects or strategy.may_replicate(1))
+    assert any(replicas for replicas, _ in observed) == (strategy.selects or strategy.may_replicate(1))
     assert strategy.selects or any(moved) == bool(strategy.moves_owners or strategy.resident_slots)
-    assert "overlap=false" not in chosen or not any(overlaps for _, overlaps in found)
+    assert "overlap=false" not in chosen or not any(overlaps for _, overlaps in observed)

@@ -90,7 +90,7 @@ def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device():
         return dist.new_group(args[0], use_local_synchronization=True)
 
     parallel_state.create_group = create_group
-    own = [dist.new_group([one]) for one in range(2)][rank]
+    own = [dist.new_group([member]) for member in range(2)][rank]
     device = dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
     if rank == 0:
         group = create_transfer_group(own, DEFAULT_OPTIONS)

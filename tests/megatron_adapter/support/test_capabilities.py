@@ -36,7 +36,7 @@ def test_a_missing_seam_is_named(module, path, monkeypatch):
 def test_other_files_state_the_tested_versions():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["te"]]
-    stated = {one.name: one.specifier for one in map(Requirement, wanted)}
+    stated = {requirement.name: requirement.specifier for requirement in map(Requirement, wanted)}
     stated["python"] = Requirement(f"python{project['requires-python']}").specifier
     for name, versions in TESTED_VERSIONS.items():
         assert stated[name] == Requirement(name + versions).specifier, name

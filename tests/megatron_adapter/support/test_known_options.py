@@ -34,9 +34,9 @@ def names():
     kinds = [DistributedDataParallelConfig, OptimizerConfig, TransformerConfig]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    found = {kind.__name__: [one.name for one in fields(kind)] for kind in kinds}
+    field_names = {kind.__name__: [field.name for field in fields(kind)] for kind in kinds}
     parser = unwrap(add_megatron_arguments)(argparse.ArgumentParser())
-    return json.dumps(found | {"Namespace": [one.dest for one in parser._actions]})
+    return json.dumps(field_names | {"Namespace": [action.dest for action in parser._actions]})
 
 
 @pytest.fixture(scope="module", params=["", *filter(None, [os.environ.get("MEGATRON_LM_PATH")])])
@@ -59,11 +59,11 @@ def test_every_option_of_megatron_is_in_the_list(checkout_and_names):
 def test_megatron_has_every_attribute_exactly_where_it_is_declared(checkout_and_names):
     checkout, names = checkout_and_names
     kinds = set().union(*attributes().values()) - {OPTIONAL}
-    found = {one: {kind for kind in kinds if one in names[kind]} for one in attributes()}
-    absent = {one for one, kinds in found.items() if not kinds}
-    for one in found.keys() - absent:
-        assert found[one] == attributes()[one] - {OPTIONAL}, one
-    optional = {one for one, declared in attributes().items() if OPTIONAL in declared}
+    kinds_of = {name: {kind for kind in kinds if name in names[kind]} for name in attributes()}
+    absent = {name for name, kinds in kinds_of.items() if not kinds}
+    for name in kinds_of.keys() - absent:
+        assert kinds_of[name] == attributes()[name] - {OPTIONAL}, name
+    optional = {name for name, declared in attributes().items() if OPTIONAL in declared}
     assert absent <= ({"kitchen_config_file"} if checkout else optional)
     assert optional <= known_options()
 
@@ -85,7 +85,7 @@ def test_an_unknown_field_may_only_have_its_default(default, value, monkeypatch)
 
 
 def test_a_field_that_the_config_derives_is_no_choice_of_the_user():
-    derive = lambda one: vars(one).update(new_thing=one.new_thing or 3 * one.num_layers)  # noqa: E731
+    derive = lambda config: vars(config).update(new_thing=config.new_thing or 3 * config.num_layers)  # noqa: E731
     _check(0, 6, __post_init__=derive)
     with pytest.raises(ConfigurationError, match="new_thing: got 7"):
         _check(0, 7, __post_init__=derive)

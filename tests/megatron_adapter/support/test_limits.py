@@ -148,9 +148,9 @@ def settings_of(given):
     if given.keys() - megatron_options.options().keys():
         new = {name for name in given if not hasattr(TransformerConfig, name)}
         assert all(OPTIONAL in attributes()[name] for name in new)
-        one = config(**{name: value for name, value in given.items() if name not in new})
-        vars(one).update({name: given[name] for name in new})  # of a later Megatron
-        return MegatronSettings.of(one)
+        built = config(**{name: value for name, value in given.items() if name not in new})
+        vars(built).update({name: given[name] for name in new})  # of a later Megatron
+        return MegatronSettings.of(built)
     experts = {"num_experts": 8, "expert_model_parallel_size": 2, "add_bias_linear": False}
     words = megatron_options.words({**experts, **given})
     return MegatronSettings.of(megatron_options.megatron_parser().parse_args(words))
@@ -160,7 +160,7 @@ def case(strategy, more):
     name, _, keys = strategy.partition(" ")
     built = build_strategy(name, STRATEGIES[name].settings.model_validate(values(keys)))
     given = values(more)
-    with mock.patch.dict(os.environ, {one: given.pop(one) for one in [*given] if one.isupper()}):
+    with mock.patch.dict(os.environ, {name: given.pop(name) for name in [*given] if name.isupper()}):
         return name, built, settings_of(given)
 
 

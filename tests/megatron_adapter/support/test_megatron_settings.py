@@ -13,18 +13,18 @@ def test_the_first_source_with_a_value_counts():
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=8)
     ddp = DistributedDataParallelConfig(use_megatron_fsdp=True)
     optimizer = OptimizerConfig(optimizer_cuda_graph=True)
-    found = MegatronSettings.of(args, config, None, ddp, optimizer)
-    assert (found.experts, found.fp16, found.other_ddp, found.other_states) == (8, True, True, True)
+    asked = MegatronSettings.of(args, config, None, ddp, optimizer)
+    assert (asked.experts, asked.fp16, asked.other_ddp, asked.other_states) == (8, True, True, True)
     alone = MegatronSettings.of(args)
     assert (alone.experts, alone.fp16, alone.other_ddp, alone.other_states) == (4, True, False, False)
-    assert MegatronSettings.of(HostSettings((args, config, ddp, optimizer))) == found
+    assert MegatronSettings.of(HostSettings((args, config, ddp, optimizer))) == asked
 
 
 def test_a_host_may_lack_settings():
-    found = MegatronSettings.of(object())
-    assert (found.experts, found.devices, found.parts, found.captured) == (0, 1, 1, frozenset())
-    assert not found.saves
-    assert found.ckpt_format is None
+    asked = MegatronSettings.of(object())
+    assert (asked.experts, asked.devices, asked.parts, asked.captured) == (0, 1, 1, frozenset())
+    assert not asked.saves
+    assert asked.ckpt_format is None
 
 
 def test_modules_of_graphs_may_be_members_of_an_enumeration():

@@ -82,7 +82,7 @@ def plan_alone():
     from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
     from tests.support.random_placement import plain_transfer
 
-    def other_plan(before_gate, self, context, history):
+    def plan_without_replicas(before_gate, self, context, history):
         plan = before_gate(self, context, history)
         if not is_time() or context.layer != 2:
             return plan
@@ -90,7 +90,7 @@ def plan_alone():
         return replace(plan, placement=placement, transfer=plain_transfer(placement))
 
     FssdpStrategy.shares_plans = False
-    wrap(FssdpStrategy, "before_gate", other_plan)
+    wrap(FssdpStrategy, "before_gate", plan_without_replicas)
 
 
 # name: strategy, what happens, what all ranks' output says
@@ -213,7 +213,7 @@ def test_a_tracker_that_cannot_be_read_leads_to_the_next_folder(tmp_path, conten
         if text is not None:
             tracker.write_bytes(text)
     args = SimpleNamespace(save=str(saved.parent), load=str(loaded.parent))
-    found = f"The last complete checkpoint is of iteration 10: restart with --load {loaded.parent}"
-    assert how_to_go_on(args) == found
+    wanted = f"The last complete checkpoint is of iteration 10: restart with --load {loaded.parent}"
+    assert how_to_go_on(args) == wanted
     loaded.unlink()
     assert how_to_go_on(args).startswith("No checkpoint")

@@ -53,8 +53,8 @@ def test_a_long_training_survives_kills_and_stays_level(text_data, tmp_path):
     arguments = f"{{EP4}} {{RESHARDABLE}} {{TORCH_DIST}} --train-iters {ITERATIONS} --save-interval {every}"
 
     def folders(name):
-        own = tmp_path / name
-        return f"--save {own} --load {own} {arguments} --moe-strategy-set record_dir={own}"
+        folder = tmp_path / name
+        return f"--save {folder} --load {folder} {arguments} --moe-strategy-set record_dir={folder}"
 
     options = {"strategy": STRATEGY, "timeout_s": 30 + 2.0 * ITERATIONS}
     whole = train(4, folders("whole"), text_data, before=watch, **options)
@@ -64,11 +64,11 @@ def test_a_long_training_survives_kills_and_stays_level(text_data, tmp_path):
     resumed = train(4, folders("killed"), text_data, **options)
     assert len(resumed.losses) == ITERATIONS - (KILLED_IN[-1] - 1) // every * every
     of_whole, of_killed = (read_metrics(tmp_path / name) for name in ("whole", "killed"))
-    assert [one.iteration for one in of_killed] == [*range(1, ITERATIONS + 1)]
-    assert [one.lm_loss for one in of_killed] == [one.lm_loss for one in of_whole]
+    assert [entry.iteration for entry in of_killed] == [*range(1, ITERATIONS + 1)]
+    assert [entry.lm_loss for entry in of_killed] == [entry.lm_loss for entry in of_whole]
     # Megatron divides in fp32 what it prints; records add up in fp64.
-    assert [one.lm_loss for one in of_whole] == pytest.approx(list(whole.losses), rel=1e-6)
-    assert sum(one.resharded_experts > 0 for one in of_whole) > 3
+    assert [entry.lm_loss for entry in of_whole] == pytest.approx(list(whole.losses), rel=1e-6)
+    assert sum(entry.resharded_experts > 0 for entry in of_whole) > 3
     # After a fifth of the iterations, allocators and caches are warm.
     ranks, iterations, resident, threads, files = np.array(whole.notes).T
     for rank in range(4):

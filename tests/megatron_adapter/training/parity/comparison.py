@@ -37,13 +37,13 @@ def layouts(table, **names):
     A row has ``name | ranks expert-parallel-size | arguments | settings | further attributes``. The last two
     may be left out.
     """
-    found = {}
+    by_name = {}
     for name, cells in rows(table, ADAPTIVE=ADAPTIVE, **names).items():
         sizes, arguments, settings, further, *_ = [*cells, "", ""]
         num_ranks, ep = map(int, sizes.split())
         options = {key: int(value) for key, value in (cell.split("=") for cell in further.split())}
-        found[name] = Layout(num_ranks, ep, arguments, settings, **options)
-    return found
+        by_name[name] = Layout(num_ranks, ep, arguments, settings, **options)
+    return by_name
 
 
 def trained(layout, strategy, data, *, model=GPT, before=None):

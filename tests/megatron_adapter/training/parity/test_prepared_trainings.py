@@ -150,15 +150,15 @@ def of_matrix(name, more):
 CASES = {
     "combined schedule": (combined(Layout(2, 2, BATCH16, ADAPTIVE, num_iterations=4)), allow_fp32, 3e-5),
     **{
-        f"combined schedule, {name}": (combined(one), None if one.is_half else allow_fp32, 3e-5)
-        for name, one in COMBINED.items()
+        f"combined schedule, {name}": (combined(layout), None if layout.is_half else allow_fp32, 3e-5)
+        for name, layout in COMBINED.items()
     },
     **{
-        f"grouped experts, {name}, {fuses=}": (one, partial(build_grouped_experts, fuses=fuses), 1e-5)
-        for name, one in GROUPED.items()
+        f"grouped experts, {name}, {fuses=}": (layout, partial(build_grouped_experts, fuses=fuses), 1e-5)
+        for name, layout in GROUPED.items()
         for fuses in (False, True)
     },
-    **{f"jumping gates, {name}": (one, skew_gates, 1e-5) for name, one in JUMPING.items()},
+    **{f"jumping gates, {name}": (layout, skew_gates, 1e-5) for name, layout in JUMPING.items()},
     **{
         f"deduplicated, {name}": (of_matrix(name, "exchange=deduplicated"), None, 1e-5)
         for name in DEDUPLICATED
