@@ -17,10 +17,10 @@ def held():
         code = "import pathlib, sys, time; from megatron_fssdp.files import run_lock\n"
         code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(1800)"
         words = [sys.executable, "-c", code, str(folder)]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
-            assert other.stdout.readline() == "held\n"
-            yield other.pid
-            other.kill()
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
+            assert holder.stdout.readline() == "held\n"
+            yield holder.pid
+            holder.kill()
 
     return hold
 

@@ -27,7 +27,7 @@ def assert_equal(run, stock, tolerance=1e-6):
     for name in ("loss", "gradient_norm", "evaluation", "experts"):
         got, wanted = run.values(name), stock.values(name)
         if name in ("evaluation", "experts"):
-            got, wanted = ([number for one in values for number in one.values()] for values in (got, wanted))
+            got, wanted = ([number for row in values for number in row.values()] for values in (got, wanted))
         print(name, max((abs(a / b - 1) for a, b in zip(got, wanted, strict=True)), default=0.0))
         assert got == pytest.approx(wanted, rel=tolerance)
 

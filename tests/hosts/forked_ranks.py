@@ -100,8 +100,8 @@ def _codes(folder, program, ranks, launcher, environment):
         codes[children.pop(child)] = code = os.waitstatus_to_exitcode(status)
         if code:  # as under torchrun
             time.sleep(5)
-            for other in children:
-                os.kill(other, signal.SIGKILL)
+            for survivor in children:
+                os.kill(survivor, signal.SIGKILL)
     return codes
 
 

@@ -42,7 +42,7 @@ def test_the_launcher_reads_the_environment_and_records(host, tmp_path):
     assert_equal(run, host.stock(""))
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for key, name in (("lm_loss", "loss"), ("grad_norm", "gradient_norm")):
-        assert [one[key] for one in records] == pytest.approx(run.values(name))
+        assert [record[key] for record in records] == pytest.approx(run.values(name))
     assert (tmp_path / "loads.npy").is_file()
 
 

@@ -76,9 +76,9 @@ class PackedAttention(torch.nn.Module):
     def forward(self, query, key, value, *_, packed_seq_params, **__):
         ends, results = packed_seq_params.cu_seqlens_q.tolist(), []
         for begin, end in itertools.pairwise(ends):
-            heads = (one[begin:end].transpose(0, 1) for one in (query, key, value))
-            found = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-            results.append(found.transpose(0, 1).flatten(1))
+            heads = (part[begin:end].transpose(0, 1) for part in (query, key, value))
+            output = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+            results.append(output.transpose(0, 1).flatten(1))
         return torch.cat(results)
 
 
@@ -188,40 +188,40 @@ class Phases:
         engine = self.workers["actor"].engine
         self.replica, self.num_replicas = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
 
-    def _data(self, found, kind, **facts):
+    def _data(self, samples, kind, **facts):
         from verl.utils import tensordict_utils
         from verl.workers.utils.padding import left_right_2_no_padding
 
-        data = left_right_2_no_padding(tensordict_utils.get_tensordict(dict(found)))
+        packed = left_right_2_no_padding(tensordict_utils.get_tensordict(dict(samples)))
         if self.options.replay and kind == "actor":
             facts["enable_routing_replay"] = True
-        tensordict_utils.assign_non_tensor(data, temperature=1.0, **facts)
-        return data
+        tensordict_utils.assign_non_tensor(packed, temperature=1.0, **facts)
+        return packed
 
-    def infer(self, kind, key, found):
+    def infer(self, kind, key, samples):
         """Return log-probabilities or values of the samples, which the driver gives to all stages."""
         from verl.workers.utils.padding import no_padding_2_padding
 
-        data = self._data(found, kind, compute_loss=False)
-        output = self.workers[kind].infer_batch(data)
+        packed = self._data(samples, kind, compute_loss=False)
+        output = self.workers[kind].infer_batch(packed)
         mine = None
         if output is not None:
-            mine = self.replica, no_padding_2_padding(output[key], data), output.get("routed_experts", None)
+            mine = self.replica, no_padding_2_padding(output[key], packed), output.get("routed_experts", None)
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, mine)
-        _, result, routes = next(one for one in of_ranks if one is not None and one[0] == self.replica)
+        _, result, routes = next(part for part in of_ranks if part is not None and part[0] == self.replica)
         if routes is not None:
-            found["routed_experts"] = routes
+            samples["routed_experts"] = routes
         say(evaluation={kind: result.double().norm().item()})
         return result
 
-    def train(self, kind, found):
+    def train(self, kind, samples):
         from verl.utils import tensordict_utils
 
         batch = MINI_BATCH * self.num_replicas
         order = {"epochs": EPOCHS, "seed": 42, "dataloader_kwargs": {"shuffle": False}}
-        data = self._data(found, kind, global_batch_size=batch, mini_batch_size=batch, **order)
-        if (output := self.workers[kind].train_mini_batch(data)) is None:
+        packed = self._data(samples, kind, global_batch_size=batch, mini_batch_size=batch, **order)
+        if (output := self.workers[kind].train_mini_batch(packed)) is None:
             return
         metrics = tensordict_utils.get(output, "metrics")
         for loss, norm in zip(metrics["loss"], metrics["grad_norm"], strict=True):
@@ -240,14 +240,14 @@ def main():
     weights = {}
     steps = range(options.first_step, options.first_step + options.steps)
     for step in steps:
-        found = answers(step, phases.replica)
-        found["old_log_probs"] = phases.infer("actor", "log_probs", found)
+        samples = answers(step, phases.replica)
+        samples["old_log_probs"] = phases.infer("actor", "log_probs", samples)
         if options.reference:
-            phases.infer("reference", "log_probs", found)
+            phases.infer("reference", "log_probs", samples)
         if options.critic:
-            found["values"] = phases.infer("critic", "values", found)
-            phases.train("critic", found)
-        phases.train("actor", found)
+            samples["values"] = phases.infer("critic", "values", samples)
+            phases.train("critic", samples)
+        phases.train("actor", samples)
         if options.save and step == steps[-1]:  # before weights are read
             actor.save_checkpoint(options.save, global_step=step + 1)
         weights = {name: weight.clone() for name, weight in actor.engine.get_per_tensor_param()[0]}

@@ -32,15 +32,15 @@ class CaseResult:
     num_present: list[int] = field(default_factory=list)
     lives: set[ReplicaLife] = field(default_factory=set)
 
-    def compare(self, what, got, wanted):
+    def compare(self, name, got, wanted):
         """Record a difference; missing gradients count as zeros."""
         if wanted is None or not wanted.numel():
             return
         got = torch.zeros_like(wanted) if got is None else got.detach().cpu().to(wanted.dtype)
-        assert got.shape == wanted.shape, f"{what}: {tuple(got.shape)} instead of {tuple(wanted.shape)}"
+        assert got.shape == wanted.shape, f"{name}: {tuple(got.shape)} instead of {tuple(wanted.shape)}"
         scale = max(float(wanted.abs().max()), 1e-6)
         error = float((got - wanted).abs().max()) / scale
-        self.errors[what] = max(self.errors.get(what, 0.0), error if error == error else float("inf"))
+        self.errors[name] = max(self.errors.get(name, 0.0), error if error == error else float("inf"))
 
 
 def compare_with_reference(rank, world_size, cases):
@@ -202,10 +202,10 @@ class CaseRun:
                     shards[i] = want
                     shard = layer.shard([want, want])[i]
                     result.compare(f"parameter {i} gradient", gradient, shard)
-            for one in layer.used:
-                result.num_present.append(len(one.plan.placement.experts_on(layer.groups.device)))
-                if one.plan.placement.num_replicas:
-                    result.lives.add(one.plan.life)
+            for slot_pass in layer.used:
+                result.num_present.append(len(slot_pass.plan.placement.experts_on(layer.groups.device)))
+                if slot_pass.plan.placement.num_replicas:
+                    result.lives.add(slot_pass.plan.life)
 
     def _check_loads(self, loads, batches):
         """Every rank has the counts of all; the first device also has loads and histograms."""

@@ -50,7 +50,7 @@ def rank_groups(peers, overlaps, one_queue, num_nodes, puts=False):
         members = [[d * peers + x for d in node] for node in topology.devices_by_node for x in range(peers)]
         made = [dist.new_group(ranks) for ranks in members]
         at = next(at for at, ranks in enumerate(members) if rank in ranks)
-        node = NodeSlots(made[at], [one // peers for one in members[at]], timedelta(seconds=60))
+        node = NodeSlots(made[at], [member // peers for member in members[at]], timedelta(seconds=60))
     groups = ExpertGroups(
         rows, topology, row() if overlaps else None, column if peers > 1 else None, everyone, one_queue, node
     )

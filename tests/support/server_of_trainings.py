@@ -26,5 +26,5 @@ ft_integration.setup = lambda: None
 # Each rank would read the line of a file that warns.
 warnings.simplefilter("ignore")
 # When a rank ends, it would take back all that libraries have registered with torch.
-for one in list(weakref.finalize._registry):
-    one.atexit = False
+for finalizer in list(weakref.finalize._registry):
+    finalizer.atexit = False

@@ -26,7 +26,7 @@ SIZES += ("training.global_batch_size=256",)
 MODEL = (
     "--model",
     str(ROOT / "examples/traced_loads/model.yaml"),
-    *(word for one in SIZES for word in ("--set", one)),
+    *(word for size in SIZES for word in ("--set", size)),
 )
 SIMULATE = (*CLUSTER, *ONE_NODE, *MODEL, "--no-plots")
 
@@ -67,8 +67,8 @@ def test_all_forms_have_a_page(tmp_path):
         assert shown.anchors == ["device-load", "expert-load-over-iterations"]
         assert len(shown.figures["device-load"]) == 2
     write_tokens_per_expert(tmp_path / "save", [2], 2, 1)
-    found = json.loads(command("report", tmp_path / "save", *MODEL, "--json"))
-    assert found["page"] == str(tmp_path / "save" / "report.html")
+    result = json.loads(command("report", tmp_path / "save", *MODEL, "--json"))
+    assert result["page"] == str(tmp_path / "save" / "report.html")
 
 
 def test_a_file_or_folder_of_ones_own_may_be_named_as_a_record(tmp_path):

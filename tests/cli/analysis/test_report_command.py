@@ -42,13 +42,13 @@ def test_figures_are_printed_as_a_table_or_as_json(run, tmp_path):
     assert "0.0e+00 relative" in command("compare", ep, run)
     assert (ep / "comparison.html").exists()
     third = write_made_run(tmp_path / "third", "quota", num_iterations=2, num_layers=4)
-    found = json.loads(command("compare", ep, run, third, "--out", tmp_path / "c.html", "--json"))
-    assert found["page"] == str(tmp_path / "c.html")
-    assert [one["name"] for one in found["runs"]] == ["ep", "fssdp", "quota"]
-    assert [one["iterations"] for one in found["runs"]] == [4, 4, 2]
-    assert found["runs"][1]["largest_loss_difference"] == 0.0
-    assert found["runs"][1]["load_max_over_mean"] < found["runs"][1]["ep_load_max_over_mean"]
-    assert found["settings_that_differ"]["strategy.name"] == ["ep", "fssdp", "quota"]
+    comparison = json.loads(command("compare", ep, run, third, "--out", tmp_path / "c.html", "--json"))
+    assert comparison["page"] == str(tmp_path / "c.html")
+    assert [run_facts["name"] for run_facts in comparison["runs"]] == ["ep", "fssdp", "quota"]
+    assert [run_facts["iterations"] for run_facts in comparison["runs"]] == [4, 4, 2]
+    assert comparison["runs"][1]["largest_loss_difference"] == 0.0
+    assert comparison["runs"][1]["load_max_over_mean"] < comparison["runs"][1]["ep_load_max_over_mean"]
+    assert comparison["settings_that_differ"]["strategy.name"] == ["ep", "fssdp", "quota"]
     alone = json.loads(command("report", run, "--json"))
     assert alone["sentence"].startswith("fssdp: 4 of 60 iterations, so far; busiest device")
     assert alone["runs"][0]["replicas_per_layer"] == 3.0
@@ -65,10 +65,10 @@ def test_damaged_loads_are_named_and_cannot_be_simulated(run):
 
 
 def test_losses_of_unlike_runs_are_not_compared(run, tmp_path):
-    other = write_made_run(tmp_path / "other", "fssdp", num_iterations=4, num_layers=4)
+    unlike = write_made_run(tmp_path / "other", "fssdp", num_iterations=4, num_layers=4)
     text = TINY.read_text().replace("train_iters: 60", "train_iters: 20")
-    (other / "config.yaml").write_text(text)
-    output = command("compare", run, other)
+    (unlike / "config.yaml").write_text(text)
+    output = command("compare", run, unlike)
     assert re.search(r"losses are not compared, .*training\.train_iters 60 and 20", output)
     assert "settings that differ" in output
     assert "training.train_iters" in output

@@ -23,21 +23,21 @@ def pose(monkeypatch, machine=""):
     missing packages, with ``!ERROR`` if the import fails. Other words are returned, by key.
     """
     words = {key: value for key, _, value in (word.partition("=") for word in machine.split())}
-    found = {key: words.pop(key, default) for key, default in DEFAULTS.items()}
+    facts = {key: words.pop(key, default) for key, default in DEFAULTS.items()}
     build = words.pop("build", None)
     for name in ("MEGATRON_FSSDP_DEVICE", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in filter(str.isupper, list(words)):
         monkeypatch.setenv(name, words.pop(name))
     gpus = (
-        Gpus((("NVIDIA H100 80GB HBM3", 80 << 30),) * int(found["gpus"])) if found["gpus"].isdigit() else None
+        Gpus((("NVIDIA H100 80GB HBM3", 80 << 30),) * int(facts["gpus"])) if facts["gpus"].isdigit() else None
     )
-    monkeypatch.setattr(examination, "look_at_gpus", lambda: gpus or Gpus(error=found["gpus"]))
-    monkeypatch.setattr(examination, "look_for", lambda name, *_: installed(found[MODULES[name]]))
+    monkeypatch.setattr(examination, "look_at_gpus", lambda: gpus or Gpus(error=facts["gpus"]))
+    monkeypatch.setattr(examination, "look_for", lambda name, *_: installed(facts[MODULES[name]]))
     monkeypatch.setattr(examination, "quiet_output", contextlib.nullcontext)
-    monkeypatch.setattr(examination.platform, "python_version", lambda: found["python"])
+    monkeypatch.setattr(examination.platform, "python_version", lambda: facts["python"])
     monkeypatch.setattr(examination, "check_kernels", lambda: Finding("planning kernels", ""))
-    monkeypatch.setattr(devices, "usable_cores", lambda: int(found["cores"]))
+    monkeypatch.setattr(devices, "usable_cores", lambda: int(facts["cores"]))
     monkeypatch.setattr(devices, "_NVIDIA_DRIVER", Path("/no/such/driver" if build is None else "/"))
     monkeypatch.setattr(torch.version, "cuda", build or None)
     return words

@@ -105,8 +105,8 @@ def test_a_package_that_fails_on_import_is_reported(tmp_path, monkeypatch):
     code = "__version__ = '1.0'\nraise OSError('libfoo.so.1:\\nnot found')"
     (tmp_path / "broken_thing.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    found = look_for("broken_thing", "broken-thing")
-    assert (found.location, found.error, found.works) == (str(tmp_path), "OSError: libfoo.so.1:", False)
+    package = look_for("broken_thing", "broken-thing")
+    assert (package.location, package.error, package.works) == (str(tmp_path), "OSError: libfoo.so.1:", False)
     assert look_for("no_such_parent.child", "no-such-thing") == InstalledPackage()
     assert look_for("json", "no-such-thing").works
 
@@ -131,8 +131,8 @@ def test_seams_are_found_and_missed_in_the_installed_megatron(monkeypatch):
 def test_strategies_of_other_packages_are_named_and_broken_ones_are_notes(monkeypatch):
     entries = {"ep": STRATEGIES["ep"], "mine": replace(STRATEGIES["ep"], name="mine", package="my-package")}
     text = "brittle cannot be used: no module; pip uninstall brittle"
-    found = type("Found", (dict,), {"broken": {"lost": text}})
-    monkeypatch.setattr(examination, "STRATEGIES", found(entries))
+    registry = type("Found", (dict,), {"broken": {"lost": text}})
+    monkeypatch.setattr(examination, "STRATEGIES", registry(entries))
     usable, broken = examination.check_strategies()
     assert usable == Finding("strategies", "1 from megatron-fssdp, mine from my-package")
     assert broken.verdict == "note"

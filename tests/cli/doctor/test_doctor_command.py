@@ -55,10 +55,10 @@ def test_json_has_stable_keys(doctor, tmp_path):
 def test_a_runs_ranks_and_its_checkpoint_folder_are_checked(doctor, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = doctor("--json", "--config", TINY)
-    found = {finding["name"]: finding for finding in json.loads(out)["findings"]}
+    findings = {finding["name"]: finding for finding in json.loads(out)["findings"]}
     assert code == 0
-    assert found["ranks"]["found"] == "4 on 4 CPU cores"
-    assert found["checkpoint folder"]["found"].startswith(
+    assert findings["ranks"]["found"] == "4 on 4 CPU cores"
+    assert findings["checkpoint folder"]["found"].startswith(
         "runs/gpt_moe_tiny-fssdp/checkpoints: does not exist yet"
     )
     assert list(tmp_path.iterdir()) == []
@@ -109,6 +109,6 @@ def test_without_torch_and_megatron_the_command_still_answers(tmp_path):
     )
     done = run_python("-c", code, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    verdicts = {each["name"]: each["verdict"] for each in json.loads(done.stdout)["findings"]}
+    verdicts = {finding["name"]: finding["verdict"] for finding in json.loads(done.stdout)["findings"]}
     assert verdicts["torch"] == verdicts["Megatron"] == "problem"
     assert verdicts["GPUs"] == "note"

@@ -68,17 +68,17 @@ def test_every_part_gets_its_seconds_in_both_passes(clock):
 def test_seconds_of_a_gather_beside_a_dispatch_are_the_gather_s(clock):
     """The dispatch begins after 1.5 s. It takes 2 s before a wait of 64 s and 0.25 s behind it."""
     timer, begin_s = PassTimer(), clock.now_s
-    layer, other = Layer(timer, clock), Layer(timer, clock)
+    layer, other_layer = Layer(timer, clock), Layer(timer, clock)
     timer.start()
-    for one in (layer, other):
-        one(torch.ones(3, requires_grad=True)).sum().backward()
+    for module in (layer, other_layer):
+        module(torch.ones(3, requires_grad=True)).sum().backward()
     timer.stop()
     gather = TransferTimer(True, 0, begin_s + 0.5, begin_s + 2.5)
     assert timer.take_from_dispatch(layer.seconds[0], gather) == 1.0
     assert layer.seconds == (replace(FORWARD, dispatch_s=1.25), BACKWARD)
     assert timer.take_from_dispatch(layer.seconds[1], gather) == 0.0
-    assert timer.take_from_dispatch(other.seconds[0], gather) == 0.0
-    assert other.seconds == (FORWARD, BACKWARD)
+    assert timer.take_from_dispatch(other_layer.seconds[0], gather) == 0.0
+    assert other_layer.seconds == (FORWARD, BACKWARD)
 
 
 def test_micro_batches_add_up_and_an_iteration_that_starts_again_does_not(clock):
@@ -89,7 +89,7 @@ def test_micro_batches_add_up_and_an_iteration_that_starts_again_does_not(clock)
         for _ in range(3):
             layer(torch.ones(3, requires_grad=True)).sum().backward()
     timer.stop()
-    assert [astuple(one) for one in layer.seconds] == [
+    assert [astuple(pass_seconds) for pass_seconds in layer.seconds] == [
         tuple(3 * seconds for seconds in astuple(of_pass)) for of_pass in (FORWARD, BACKWARD)
     ]
 

@@ -49,8 +49,8 @@ def test_a_layer_is_planned_by_one_rank_for_all():
     for _ in range(2):
         run.strategy.asked.clear()
         run.layers[4].move(run.layers[4].slots.local.context.owner_E[::-1].copy())
-        slots = [one.slots for one in run.layers]
-        wanted = [alone.before_gate(one.local.context, one.history).digest() for one in slots]
+        slots = [layer.slots for layer in run.layers]
+        wanted = [alone.before_gate(layer.local.context, layer.history).digest() for layer in slots]
         assert iterate(run) == wanted
         assert run.strategy.asked == own
     # An evaluation shares as well, and the next iteration has its plans.

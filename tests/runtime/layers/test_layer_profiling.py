@@ -54,38 +54,38 @@ def profiled(num_rows, life=ReplicaLife.ITERATION):
         held=HeldReplicas(life, PipelineStage((2,), num_stages=3), EXPERT_ELEMENTS, 4, NUM_MICRO_BATCHES),
     )
     assert all(layer.local.stopwatch is None for layer in layers)
-    one, other = (layer.local.context.profile for layer in layers)
-    assert one == other
-    return one
+    profile, of_second = (layer.local.context.profile for layer in layers)
+    assert profile == of_second
+    return profile
 
 
 @on_layer_ranks(2)
 def test_all_ranks_and_layers_get_the_same_profile():
     for life in SLOTS:
-        found, of_ranks = profiled(ROWS, life), [None, None]
-        dist.all_gather_object(of_ranks, found)
-        assert of_ranks == [found, found]
-        check_profile(life, found)
+        profile, of_ranks = profiled(ROWS, life), [None, None]
+        dist.all_gather_object(of_ranks, profile)
+        assert of_ranks == [profile, profile]
+        check_profile(life, profile)
 
 
-def check_profile(life, one):
-    assert one.non_moe_s == 0.125
-    flops_per_token = 2.0 * EXPERT_ELEMENTS
-    assert one.flops_per_token == flops_per_token
+def check_profile(life, profile):
+    cluster, flops_per_token = profile.cluster, 2.0 * EXPERT_ELEMENTS
+    assert profile.non_moe_s == 0.125
+    assert profile.flops_per_token == flops_per_token
     # Rank 0 takes 5 ms a row, rank 1 1.25 ms.
-    assert one.cluster.expert_flops_per_s == pytest.approx(flops_per_token * 300 / 1.5)
-    assert one.cluster.intra == LinkCost(3e-3, 4e-9)
-    assert one.cluster.inter == LinkCost(2e-3, 9e-9)
-    assert one.cluster.inter_device == LinkCost(5e-3, 6e-8)
-    assert one.links == LinkSet(one.cluster.intra, one.cluster.inter, one.cluster.inter_device)
-    assert one.expert_bytes == 4 * EXPERT_ELEMENTS
-    assert one.token_bytes == 4 * MODEL_DIM
-    assert one.owned_bytes == 1234
-    assert one.memory_capacity == SLOTS[life]
+    assert cluster.expert_flops_per_s == pytest.approx(flops_per_token * 300 / 1.5)
+    assert cluster.intra == LinkCost(3e-3, 4e-9)
+    assert cluster.inter == LinkCost(2e-3, 9e-9)
+    assert cluster.inter_device == LinkCost(5e-3, 6e-8)
+    assert profile.links == LinkSet(cluster.intra, cluster.inter, cluster.inter_device)
+    assert profile.expert_bytes == 4 * EXPERT_ELEMENTS
+    assert profile.token_bytes == 4 * MODEL_DIM
+    assert profile.owned_bytes == 1234
+    assert profile.memory_capacity == SLOTS[life]
 
 
 @on_layer_ranks(2)
 def test_ranks_without_rows_do_not_count_in_the_throughput():
-    one, none = (profiled(rows).cluster.expert_flops_per_s for rows in ((0, 400), (0, 0)))
-    assert one == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)
+    of_one_rank, none = (profiled(rows).cluster.expert_flops_per_s for rows in ((0, 400), (0, 0)))
+    assert of_one_rank == pytest.approx(2.0 * EXPERT_ELEMENTS * 400 / 0.5)
     assert none == 1e15

@@ -80,7 +80,7 @@ def test_a_trace_names_what_a_layer_does():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
         run.forward(run.draw())[0].sum().backward()
         run.runtime.finish_gradients()
-    names = {one.key for one in trace.key_averages()}
+    names = {event.key for event in trace.key_averages()}
     assert {"fssdp plan", "fssdp remap", "fssdp gather weights", "fssdp reduce gradients"} <= names
 
 

@@ -67,12 +67,12 @@ def peaks(rank, world_size):
             (rank_layer, "MODEL_DIM"),
         ):
             patches.enter_context(mock.patch.object(module, name, WIDTH))
-        return [[peak_and_rest(one) for one in (case, replace(case, placement="owners"))] for case in CASES]
+        return [[peak_and_rest(run) for run in (case, replace(case, placement="owners"))] for case in CASES]
 
 
 def test_replicas_take_at_most_what_the_accounting_says():
-    found_SC = np.array(run_ranks(peaks, 4, preload=VIRTUAL_PRELOAD))
-    for case, ((with_replicas, rest), (without, usual)) in zip(CASES, found_SC.max(axis=0), strict=True):
+    peaks_SC = np.array(run_ranks(peaks, 4, preload=VIRTUAL_PRELOAD))
+    for case, ((with_replicas, rest), (without, usual)) in zip(CASES, peaks_SC.max(axis=0), strict=True):
         of = expert_memory(
             held=HeldReplicas(
                 case.life, PipelineStage((LAYERS,)), 2 * WIDTH * WIDTH, 2, case.schedule.count("F")

@@ -34,7 +34,7 @@ def routed_DE(run, batch, map_TE):
 def rows_of(run):
     """Of each layer, the micro-batches of the last iteration."""
     like = [layer.slots.history.iterations_like(99) for layer in run.layers]
-    return [[(one // len(of_layer)).tolist() for one in of_layer] for of_layer in like]
+    return [[(counts_DE // len(of_layer)).tolist() for counts_DE in of_layer] for of_layer in like]
 
 
 def iterate(run, num_batches):
@@ -47,9 +47,9 @@ def iterate(run, num_batches):
         for of_layer, map_TE in zip(wanted, batch.map_L, strict=True):
             of_layer.append(routed_DE(run, batch, map_TE))
         if number == 1:
-            other_TE = batch.map_L[1]
-            output = output + run.layers[0].forward(output, probs_L[0], batch.of_rank(other_TE, run.rank))
-            wanted[0].append(routed_DE(run, batch, other_TE))
+            again_TE = batch.map_L[1]
+            output = output + run.layers[0].forward(output, probs_L[0], batch.of_rank(again_TE, run.rank))
+            wanted[0].append(routed_DE(run, batch, again_TE))
         with runtime.evaluation(), torch.no_grad():
             run.forward(run.draw())
         output.sum().backward()

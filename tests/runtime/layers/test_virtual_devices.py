@@ -54,7 +54,7 @@ ON_TWO = (
 
 
 @dataclass(frozen=True)
-class Found:
+class CaseResult:
     """One rank's errors and findings, and at how many points after a transfer's start batches were issued."""
 
     errors: dict[str, float]
@@ -64,7 +64,7 @@ class Found:
 
 def run_cases(rank, world_size, cases):
     """Run cases on the virtual device. With one queue, experts travel in several small messages."""
-    later, issue, found = [0], StreamTransfer.issue, {}
+    later, issue, results = [0], StreamTransfer.issue, {}
 
     def counting(transfer, **how):
         later[0] += not how and transfer.has_batches and transfer.timer.begin is not None
@@ -80,8 +80,8 @@ def run_cases(rank, world_size, cases):
                 patches.enter_context(mock.patch.object(local_layer, "message_rule", return_value=small))
             result = CaseRun(case).run()
             torch.cuda.synchronize()
-        found[case.name] = Found(result.errors, unknown_findings(device), later[0])
-    return found
+        results[case.name] = CaseResult(result.errors, unknown_findings(device), later[0])
+    return results
 
 
 @contextmanager
@@ -114,11 +114,11 @@ def check(cases, world_size=4):
     limit_s = 900 + 20 * len(cases)
     by_rank = run_ranks(run_cases, world_size, cases, preload=VIRTUAL_PRELOAD, timeout_s=limit_s)
     for case in cases:
-        for rank, found in enumerate(results[case.name] for results in by_rank):
-            assert not found.findings, f"{case.name}, rank {rank}: " + "\n".join(found.findings)
-            worst = max(found.errors.values(), default=0)
-            assert worst <= (5e-2 if case.dtype is torch.bfloat16 else 1e-10), (case.name, found.errors)
-            assert not case.one_queue or found.num_later, case.name
+        for rank, result in enumerate(results[case.name] for results in by_rank):
+            assert not result.findings, f"{case.name}, rank {rank}: " + "\n".join(result.findings)
+            worst = max(result.errors.values(), default=0)
+            assert worst <= (5e-2 if case.dtype is torch.bfloat16 else 1e-10), (case.name, result.errors)
+            assert not case.one_queue or result.num_later, case.name
 
 
 def test_layers_equal_the_reference_without_a_finding():

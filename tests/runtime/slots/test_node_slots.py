@@ -61,25 +61,25 @@ def test_a_layer_gives_way_unless_it_is_in_use():
     run = CaseRun(case)
     run.runtime.begin_iteration()
     first, second = (layer.slots for layer in run.layers)
-    one, other = (layer.passes.plan_iteration().transfers for layer in (first, second))
-    assert one is not None
-    assert other is not None
-    one.prefetch(backward=False)
-    other.prefetch(backward=False)
-    assert [one.is_gathered, other.is_gathered] == [False, True]
-    one.begin_use(backward=False)
-    one.await_weights()
-    assert [one.is_gathered, other.is_gathered] == [True, False]
-    held = {e: flat.clone() for e, flat in one.slots.weights().items()}
+    of_first, of_second = (layer.passes.plan_iteration().transfers for layer in (first, second))
+    assert of_first is not None
+    assert of_second is not None
+    of_first.prefetch(backward=False)
+    of_second.prefetch(backward=False)
+    assert [of_first.is_gathered, of_second.is_gathered] == [False, True]
+    of_first.begin_use(backward=False)
+    of_first.await_weights()
+    assert [of_first.is_gathered, of_second.is_gathered] == [True, False]
+    held = {e: flat.clone() for e, flat in of_first.slots.weights().items()}
     assert held
     for e, flat in held.items():
         whole = [weight.detach().reshape(-1) for weight in run.layers[0].weights[e]]
         assert flat.tolist() == [x for weight in whole for x in weight.tolist()]
     with pytest.raises(RuntimeError, match="unset FSSDP_PEER_PUTS"):
-        other.begin_use(backward=False)
-    one.end_use()
-    other.await_weights()
-    assert [one.is_gathered, other.is_gathered] == [False, True]
+        of_second.begin_use(backward=False)
+    of_first.end_use()
+    of_second.await_weights()
+    assert [of_first.is_gathered, of_second.is_gathered] == [False, True]
     node = first.groups.node
     assert isinstance(node, NodeSlots)
     [room] = node._rooms.values()

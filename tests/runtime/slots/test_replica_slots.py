@@ -49,7 +49,7 @@ def test_autograd_adds_gradients_where_the_forward_pass_ran():
     first, second = slots.parameters(4)
     for _ in range(2):
         total = first.sum() + second.sum()
-        nodes = [get_gradient_edge(one).node for one in (first, second)]
+        nodes = [get_gradient_edge(parameter).node for parameter in (first, second)]
         assert [node.metadata for node in nodes] == [{}, {}], "nodes of an earlier pass are still there"
         for node in nodes:
             node.metadata["pass"] = "this one"
