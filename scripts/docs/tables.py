@@ -32,7 +32,7 @@ SHARED_KEYS = ("exchange", "nodes", "record_dir")
 """Settings that nearly all strategies have: one page describes them for all."""
 
 _PART = re.compile(
-    r"^<!-- table: (?P<what>.+) -->$(?:(?:(?!<!-- table)[\s\S])*?^<!-- end -->$)?", re.MULTILINE
+    r"^<!-- table: (?P<words>.+) -->$(?:(?:(?!<!-- table)[\s\S])*?^<!-- end -->$)?", re.MULTILINE
 )
 
 
@@ -203,8 +203,8 @@ def written(page: str) -> str:
     """Return the text of a page with all its generated parts renewed."""
 
     def renew(part: re.Match[str]) -> str:
-        kind, _, argument = part["what"].partition(" ")
-        return f"<!-- table: {part['what']} -->\n\n{GENERATORS[kind](argument)}\n\n<!-- end -->"
+        kind, _, argument = part["words"].partition(" ")
+        return f"<!-- table: {part['words']} -->\n\n{GENERATORS[kind](argument)}\n\n<!-- end -->"
 
     return _PART.sub(renew, page)
 

@@ -173,9 +173,9 @@ def test_what_cannot_be_served_is_refused_in_one_line_with_the_next_step(strateg
         check_limits(*case(strategy, more))
     message = str(refusal.value)
     if refused in LIMITS:
-        _, what, _, advice = LIMITS[refused]
+        _, feature, _, advice = LIMITS[refused]
         assert advice
-        assert message.endswith(f"{what}: {advice}")
+        assert message.endswith(f"{feature}: {advice}")
     else:
         assert set(refused.split()) <= set(re.findall(r"[\w-]+", message))
 
