@@ -47,7 +47,8 @@ def test_the_busiest_device_of_each_micro_batch_sets_its_time():
 @given(SEEDS, st.sampled_from(NAMES), st.sampled_from([2, 3, 5]), st.booleans())
 def test_equal_micro_batches_are_as_one_for_all(seed, name, number, again):
     rng = np.random.default_rng(seed)
-    single_ILDE = rng.multinomial(16, rng.dirichlet(np.full(8, 0.4)), size=(5, 2, 4)).astype(np.int32)
+    # Exact shares count one token more for each expert, which is little of many.
+    single_ILDE = rng.multinomial(4000, rng.dirichlet(np.full(8, 0.4)), size=(5, 2, 4)).astype(np.int32)
     keys = {"rematerialize": again} if name == "fssdp" else {}
     divided = simulated(name, np.repeat(single_ILDE[:, None], number, axis=1), number, **keys)
     together = simulated(name, single_ILDE * number, number, **keys)
