@@ -12,11 +12,15 @@ from megatron_fssdp.config.errors import ConfigurationError
 _WANTED = (
     "wanted the command of a training: megatron-fssdp check -- torchrun … [-m megatron_fssdp] SCRIPT.py ARGS…"
 )
+_OTHERS = (
+    "wanted a script with Megatron-LM's arguments; the ranks of other programs check themselves, before they "
+    "train"
+)
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def check_command(context: typer.Context) -> None:
-    """Check the torchrun command of a training: arguments, strategy and devices. Nothing starts."""
+    """Check the torchrun command of a script of Megatron-LM: arguments, strategy, devices. Nothing starts."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     from megatron_fssdp.config.run.megatron_options import quiet_output
@@ -38,23 +42,32 @@ def check_command(context: typer.Context) -> None:
             f"--nproc-per-node {options.nproc_per_node}: {error}; give the number of ranks of a node"
         ) from None
     script, arguments = options.training_script, list(options.training_script_args)
-    if options.module and script == "megatron_fssdp":
+    by_launcher = options.module and script == "megatron_fssdp"
+    if by_launcher:
         if not arguments:
             raise ConfigurationError(f"check: got no script after -m megatron_fssdp, {_WANTED}")
         script = arguments.pop(0)
     path = shipped_scripts().get(script, Path(script))
+    if script == "-m":
+        raise ConfigurationError(f"check: got module {' '.join(arguments[:1])}, {_OTHERS}")
     if not path.is_file():
         raise ConfigurationError(f"check: script {script}: no such file; {_WANTED}")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if "megatron.training" not in text and "--num-layers" not in arguments:
+        raise ConfigurationError(f"check: got {script}, which is not of Megatron-LM, {_OTHERS}")
+    if not by_launcher and "megatron_fssdp" not in text:
+        raise ConfigurationError(
+            f"check: got {script} without the plugin; put -m megatron_fssdp before it, or patch it"
+        )
     with quiet_output():
         from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
         from megatron_fssdp.megatron_adapter.entry.argument_check import check_arguments
 
     on_cpu = cpu_runtime.requested()
-    text = path.read_text(encoding="utf-8", errors="replace")
     world_size = int(str(options.nnodes).rpartition(":")[2]) * ranks
-    check_arguments(arguments, world_size, on_cpu=on_cpu, ranks_here=ranks, script_text=text)
-    where = "CPU" if on_cpu else "GPU"
-    print(f"OK: {script} can start on {world_size} {where} ranks; the model and the data were not built")
+    strategy = check_arguments(arguments, world_size, on_cpu=on_cpu, ranks_here=ranks, script_text=text)
+    where = f"under {strategy} on {world_size} {'CPU' if on_cpu else 'GPU'} ranks"
+    print(f"OK: {script} can start {where}; the model and the data were not built")
 
 
 def _refuse(message: str) -> NoReturn:

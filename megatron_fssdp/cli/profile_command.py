@@ -45,7 +45,7 @@ def profile_command(
         int, typer.Option(min=1, help="Number of measurements of each value. Their median counts.")
     ] = 7,
 ) -> None:
-    """Measure links and compute of a cluster, and write its description for simulate and the planners.
+    """Measure links and compute of a cluster, and write its description for simulate.
 
     The command measures the ranks that torchrun started. With --nproc it starts ranks on this machine.
     """

@@ -18,7 +18,7 @@ class TimePart(NamedTuple):
 # undivided in runs that measured no parts of layers.
 TIME_PARTS = {
     "passes": TimePart("forward and backward passes", "#4E79A7"),
-    "outside": TimePart("passes outside of these layers", "#C9D8EA"),
+    "outside": TimePart("passes outside of layers with experts", "#C9D8EA"),
     "other compute": TimePart("attention, gate, dense", "#A0BCDB"),
     "experts": TimePart("experts", "#2F5A88"),
     "all-to-all": TimePart("tokens to experts and back (all-to-all)", "#76B7B2"),

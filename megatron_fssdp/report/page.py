@@ -94,7 +94,10 @@ def terminal_table(
     for position, heading in enumerate(table.header):
         is_left = position == 0 or heading in table.prose
         justify: Literal["left", "right"] = "left" if is_left else "right"
-        shown.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in whole)
+        longest = max(map(len, heading.split()), default=0)  # A word of the heading is never divided.
+        shown.add_column(
+            heading, justify=justify, overflow="fold", no_wrap=heading in whole, min_width=longest
+        )
     for row in table.rows:
         shown.add_row(*row)
     return shown

@@ -109,7 +109,7 @@ def _ranking_section(report: SimulationReport) -> Section:
         "Mean time of an iteration after the warm-up, divided into parts, the fastest strategy first. "
         f"Last is the ideal: {_IDEAL}, which is ep with even loads. "
         "It is simulated, not measured: every strategy decides from the loads as in a training, and the "
-        "cluster's description gives the time of its decisions."
+        "cluster's description says how long that takes on its links and devices."
     )
     notes = [f"{note.rstrip('.')}." for note in report.notes]
     return Section("Ranking", sentence, [figure, report.table, *notes])

@@ -52,7 +52,10 @@ def run_newly(*words, cwd):
 def test_a_right_command_is_ok(runs, tmp_path):
     code, out, err = runs("check", "--", *f"{TORCHRUN} {GPT} --moe-strategy fssdp".split(), cwd=tmp_path)
     assert (code, err) == (0, "")
-    assert out == "OK: pretrain_gpt can start on 2 CPU ranks; the model and the data were not built\n"
+    assert (
+        out
+        == "OK: pretrain_gpt can start under fssdp on 2 CPU ranks; the model and the data were not built\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -69,6 +72,7 @@ def test_a_right_command_is_ok(runs, tmp_path):
             "nowhere.json",
         ),
         ("torchrun --nproc-per-node 2 train.py", "script train.py: no such file"),
+        ("torchrun -m megatron_fssdp -m some.module", "got module some.module, wanted a script"),
         ("python train.py", "got python train.py, wanted the command of a training"),
         ("", "got nothing after --"),
     ],
@@ -79,6 +83,28 @@ def test_a_wrong_command_is_one_line(command, wanted, tmp_path):
     assert wanted in err
     assert len(err.splitlines()) == 1, err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "wanted"),
+    [
+        (
+            "import megatron.bridge",
+            "-m megatron_fssdp train.py --recipe x",
+            "not of Megatron-LM, wanted a script",
+        ),
+        (
+            "import megatron.training",
+            f"train.py {GPT}",
+            "without the plugin; put -m megatron_fssdp before it",
+        ),
+    ],
+)
+def test_a_script_of_another_host_or_without_the_plugin_is_refused(text, command, wanted, tmp_path):
+    (tmp_path / "train.py").write_text(text)
+    code, out, err = run("check", "--", "torchrun", *command.split(), cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert wanted in err
 
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])

@@ -45,6 +45,7 @@ def test_the_ranking_shows_every_cell():
             assert texts[name] in first
         for name in ("strategy", "peak memory", "host ms"):
             assert texts[name] in second
+    assert {word for name in table.header for word in name.split()} <= {*first.split(), *second.split()}
 
 
 def test_comparisons_show_every_name(tmp_path):

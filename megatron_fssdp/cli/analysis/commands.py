@@ -19,7 +19,9 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.shipped_files import known_clusters
 
 _CLUSTER = "YAML of a cluster, or a name that `megatron-fssdp configs` lists."
-_OTHER_LOADS = "other loads: Megatron's router traces or tokens per expert, or counts in a .npy or .csv file"
+_OTHER_LOADS = (
+    "other loads: Megatron's router traces or tokens per expert, or counts in a .npy, .npz or .csv file"
+)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")]
 
@@ -45,7 +47,10 @@ def report_command(
     from megatron_fssdp.records.load_sources import sources_in
     from megatron_fssdp.records.metrics import METRICS_FILE
 
-    is_run = run.name == METRICS_FILE or (run / METRICS_FILE).exists() or not sources_in(run)
+    is_run = run.name == METRICS_FILE or (run / METRICS_FILE).exists()
+    if not is_run and not sources_in(run):
+        found = "has no records" if run.exists() else "no such file or folder"
+        raise ConfigurationError(f"{run}: {found}; give the folder of a recorded run, or {_OTHER_LOADS}")
     folder = run.parent if is_run and run.is_file() else run
     # The page of a run is beside its loads.npy.
     page = out or (run.with_suffix(".html") if folder.is_file() else folder / "report.html")
@@ -53,7 +58,8 @@ def report_command(
         write_loads_page(str(run), page, model, settings or (), as_json=as_json)
     elif model or settings:
         raise ConfigurationError(
-            f"--model: got {run}, which describes its model, wanted other loads; remove it"
+            f"{'--model' if model else '--set'}: got {run}, which describes its model, wanted other loads; "
+            "remove it"
         )
     else:
         write_run_page([run], page, as_json=as_json)
@@ -83,7 +89,8 @@ def simulate_command(
     loads: Annotated[
         str,
         typer.Option(
-            help=f"Folder of a recorded run, a workload (W0 to W7, drift, jump-micro), or {_OTHER_LOADS}."
+            help="Folder of a recorded run, a workload (W0 to W7, lognormal-weak, -medium or -strong, drift, "
+            f"jump-micro), or {_OTHER_LOADS}."
         ),
     ],
     cluster: Annotated[str, typer.Option(help=_CLUSTER, autocompletion=known_clusters)],

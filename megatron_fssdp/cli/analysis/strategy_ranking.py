@@ -129,6 +129,8 @@ def ranked_strategies(
     notes.append(_COLUMNS)
     if "parm" in settings:
         notes.append("parm equals ep here: schedules of tensor-parallel collectives are not simulated.")
+    if systems := [name for name in settings if name in SYSTEMS]:
+        notes.append(f"systems of others, which cannot be trained: {', '.join(systems)}")
     shares = {row.label: float(row.outcome.of_layers("deduplicated").mean()) for row in rows}
     if any(shares.values()):
         described = ", ".join(f"{label} {100 * share:.0f} %" for label, share in shares.items())

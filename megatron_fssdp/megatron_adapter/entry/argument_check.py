@@ -46,8 +46,8 @@ def check_arguments(
     on_cpu: bool,
     ranks_here: int | None = None,  # None: they start on machines whose devices are not known here
     script_text: str = "",  # source of the script, which may add arguments of its own
-) -> None:
-    """Check the words of a training's command as its ranks would, and what is missing on this machine.
+) -> str:
+    """Check a training's command as its ranks would, and what this machine lacks; return the strategy.
 
     Raises:
         ConfigurationError: The ranks would end with an error.
@@ -69,9 +69,10 @@ def check_arguments(
     if on_cpu:
         cpu_runtime.check_arguments(args)
         fit_to_cpu(args)
-    requested_by(args)
+    strategy = requested_by(args).name
     if on_cpu or ranks_here is not None:
         _validate(args, on_cpu, with_tokenizer=ranks_here is not None and args.tokenizer_model is not None)
+    return strategy
 
 
 def check_devices(num_ranks: int) -> None:

@@ -105,5 +105,6 @@ def test_what_is_wrong_is_told_before_anything_is_written(verb, tmp_path):
 
 def test_a_recorded_run_has_a_model_of_its_own(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigurationError, match=r"--model: .*describes its model"):
-        command("report", tmp_path, *MODEL)
+    for option, words in (("--model", MODEL), ("--set", ("--set", "training.seed=3"))):
+        with pytest.raises(ConfigurationError, match=rf"{option}: .*describes its model"):
+            command("report", tmp_path, *words)
