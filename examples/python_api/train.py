@@ -6,9 +6,14 @@ loads of devices with and without replicas.
 """
 
 import argparse
+import logging
 import os
 
 argparse.ArgumentParser(description=__doc__).parse_args()
+
+logging.basicConfig(
+    level=logging.INFO, format="%(message)s"
+)  # shows the plugin's lines, which begin with [fssdp]
 
 import megatron_fssdp  # noqa: E402
 

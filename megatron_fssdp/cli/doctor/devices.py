@@ -183,7 +183,8 @@ def _ranks(gpus: Gpus, parallelism: "ParallelismArguments", device: str) -> Find
         return Finding(name, state)
     if num_ranks < num:
         return note(name, state, f"{num - num_ranks} GPUs are not used: --nproc {num} uses all")
-    advice = f"use at most --nproc {num}, --set training.device=cpu, or a machine with more GPUs"
+    fewer = f"at most --nproc {num}, " if num else ""
+    advice = f"use {fewer}--set training.device=cpu, or a machine with more GPUs"
     return problem(name, state, f"every rank needs its own GPU: {advice}")
 
 

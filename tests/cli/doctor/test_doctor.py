@@ -43,7 +43,7 @@ TABLE = """
     build=13.0 CUDA_VISIBLE_DEVICES= | GPUs | note | hidden
     nproc_per_node=2 | ranks | ok | 2 on 2 CPU cores
     nproc_per_node=4 | ranks | note | 4 on 2 CPU cores
-    nproc_per_node=2 device=cuda | ranks | problem | 2 on 0 GPUs
+    nproc_per_node=2 device=cuda | ranks | problem | 2 on 0 GPUs every rank needs its own GPU: use --set
     gpus=8 nproc_per_node=16 | ranks | problem | 16 on 8 GPUs
     gpus=8 nproc_per_node=4 device=cuda | ranks | note | 4 on 8 GPUs
     gpus=8 nproc_per_node=8 num_nodes=3 | ranks | ok | 2 other machines
