@@ -137,7 +137,7 @@ def draw_bars(axes: Axes, drawn: Case, top: float) -> None:
     axes.set_ylim(0, 1.04 * top)
     axes.set_xticks(range(num_devices))
     axes.set_xlabel("device (two nodes of four; dotted: the mean)", fontsize=9)
-    axes.set_ylabel("thousand (token, k) pairs", fontsize=9)
+    axes.set_ylabel("thousand assignments (token, expert)", fontsize=9)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     title = "plain expert parallelism (ep)" if drawn.name == BASELINE else drawn.name
@@ -166,7 +166,7 @@ def draw_timeline(axes: Axes, cases: list[Case]) -> None:
         )
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     axes.set_xlim(0, 1.09 * longest)
-    axes.set_xlabel("milliseconds of one iteration: two layers forward, then backward", fontsize=9)
+    axes.set_xlabel("simulated milliseconds of one iteration: two layers forward, then backward", fontsize=9)
     axes.tick_params(axis="x", labelsize=8)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
