@@ -8,7 +8,7 @@ from rich.console import Console
 from megatron_fssdp.cli.analysis.simulated_loads import unknown_loads, with_recorded_choices
 from megatron_fssdp.config.cluster_description import ClusterDescription, load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.config.loading import apply_overrides, unknown_name, validate
+from megatron_fssdp.config.loading import apply_overrides, load_yaml, unknown_name, validate
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.strategy.strategy_registry import BASELINE, strategy_settings
 from megatron_fssdp.config.strategy.strategy_settings import StrategySettings
@@ -38,7 +38,8 @@ def recorded_settings(loads: str) -> list[Path]:
     if loads not in WORKLOADS and not path.exists():
         raise ConfigurationError(unknown_loads(loads))
     file = (path if path.is_dir() else path.parent) / SETTINGS_FILE
-    if loads in WORKLOADS or not file.is_file():
+    # Records of a host may have the strategy alone.
+    if loads in WORKLOADS or not file.is_file() or not {"model", "include"} & load_yaml(file).keys():
         raise ConfigurationError(
             f"--model: --loads {loads} has no {SETTINGS_FILE} that describes the model; name a run's YAML"
         )

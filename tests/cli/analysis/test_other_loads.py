@@ -108,3 +108,6 @@ def test_a_recorded_run_has_a_model_of_its_own(tmp_path):
     for option, words in (("--model", MODEL), ("--set", ("--set", "training.seed=3"))):
         with pytest.raises(ConfigurationError, match=rf"{option}: .*describes its model"):
             command("report", tmp_path, *words)
+    (tmp_path / "config.yaml").write_text("strategy:\n  name: none\n")  # all that some hosts' records have
+    with pytest.raises(ConfigurationError, match=r"--model: .*has no config.yaml that describes the model"):
+        command("simulate", "--loads", tmp_path, *CLUSTER, "--out", tmp_path / "out")
