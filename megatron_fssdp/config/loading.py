@@ -116,7 +116,7 @@ def validate(  # noqa: UP047  # doctor is read by older Pythons
         if not problems:
             return result
     except ValidationError as error:
-        problems |= _problems(model_cls, values, error.errors(include_url=False))
+        problems = _problems(model_cls, values, error.errors(include_url=False)) | problems
     texts = []
     for path, text in problems.items():
         # A text about an unknown key, or about several keys, names them itself.

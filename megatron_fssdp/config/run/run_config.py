@@ -77,8 +77,15 @@ class RunConfig(Settings):
 
     @classmethod
     def key_problems(cls, settings: Mapping[str, Any]) -> Problems:
-        """Return what is wrong with keys that no section declares; Megatron's parser judges their values."""
+        """Return which sections are missing, and what is wrong with keys that no section declares.
+
+        Megatron's parser judges the values of these keys.
+        """
         homes, problems = dict(HOMES), Problems()
+        for section, folder in (("model", "models/"), ("training", "training/")):
+            if section not in settings:
+                advice = f"add it, or name a part in {folder} as well (megatron-fssdp configs lists them)"
+                problems[section,] = f"missing section; {advice}"
         for section, model in SECTIONS.items():
             values = settings.get(section)
             for key, value in values.items() if isinstance(values, Mapping) else ():
