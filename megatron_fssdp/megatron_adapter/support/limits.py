@@ -142,7 +142,7 @@ SOME: tuple[Limit, ...] = (
         f"the slots have other experts when the gradients are computed: remove {_DELAYING}"),
     Limit("delay_reshards", "delayed weight gradients with re-sharding",
         lambda m, s: m.delays and s.moves_owners,
-        "DDP would reduce gradients of moved experts before they are computed: set reshard_interval=0, or "
+        f"DDP would reduce gradients of moved experts before they are computed: {KEEP_OWNERS}, or "
         f"remove {_DELAYING}"),
     Limit("padding_s2", "--moe-router-padding-for-quantization with schedule=s2",
         lambda m, s: m.pads_rows and s.travel.schedule == "s2" and m.equal_tokens,

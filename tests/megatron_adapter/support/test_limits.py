@@ -184,6 +184,15 @@ def test_every_limit_has_a_row():
     assert LIMITS.keys() <= {refused for *_, refused in ROWS}
 
 
+@pytest.mark.parametrize("strategy", ["fssdp", "smartmoe", "flexmoe"])
+def test_the_strategy_that_keeps_owners_is_accepted(strategy):
+    more = "use_precision_aware_optimizer=true"
+    with pytest.raises(ConfigurationError) as refusal:
+        check_limits(*case(strategy, more))
+    advised = re.search(r"(\w+) with (reshard_interval=0)", str(refusal.value)).groups()
+    check_limits(*case(" ".join(advised), more))
+
+
 def test_auto_keeps_the_flex_dispatcher():
     for strategy, more, wanted in (
         ("auto", NAMES["FLEX"], True),
