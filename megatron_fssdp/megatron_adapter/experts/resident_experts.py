@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 from torch.nn import Parameter
 
+from megatron_fssdp.collectives.sparse.slot_exchange import SlotQuantity
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertResharding, ExpertSlots, ReshardReport
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import is_layer_wise, members_of
@@ -121,6 +122,10 @@ class ResidentExperts:
         # Its step has left gradients at the Parameters, to which autograd would add.
         self._resident_optimizer.zero_grad()
         self._token_factor = None
+
+    def quantities(self) -> list[SlotQuantity]:
+        """What is copied to replicas: see :func:`slot_quantities`."""
+        return self._contents.quantities() if self._owned.layers else []
 
     def hold(self, placements: Sequence[ExpertPlacement]) -> ReshardReport | None:
         """Replace the replicas by those of each layer's placement; all ranks call it between iterations.

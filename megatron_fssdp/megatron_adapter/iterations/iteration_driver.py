@@ -52,7 +52,7 @@ class IterationDriver:
 
     :meth:`prepare` measures, or lets ``auto`` select, then re-shards owners or changes resident replicas. If
     owners shall move or replicas be resident, and slots cannot be exchanged, the constructor raises a
-    ConfigurationError.
+    ConfigurationError, or :meth:`prepare` after the first iteration.
     """
 
     def __init__(self, model: HostModel, optimizer: Any, num_micro_batches: int) -> None:
@@ -69,6 +69,7 @@ class IterationDriver:
         self._number = 0
         self._versions = session.slots.versions()  # after the last step, move, or write that is known
         self._residents: ResidentExperts | None = None
+        self._states_are_checked = False
         self._told_exchange: set[int] = set()
         layers, strategy = self.runtime.layers, session.strategy
         self.balance = BalanceReport(model.name) if reports_for_stage() else None
@@ -103,6 +104,12 @@ class IterationDriver:
     def prepare(self, iteration: int, num_micro_batches: int) -> None:
         """Prepare the iteration after ``iteration`` complete ones, before its first forward pass."""
         session = self._session
+        if self._number and not self._states_are_checked:
+            # The first step has made most states. If they cannot be moved, the run should fail now.
+            self._states_are_checked = True
+            for holder in (session.slots.resharding, self._residents):
+                if holder is not None:
+                    holder.quantities()
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
         elif self.runtime.layers and self.runtime.layers[0].local.stopwatch is not None:

@@ -104,6 +104,15 @@ def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data):
         assert "reshard_interval=0" in line
 
 
+@pytest.mark.parametrize("strategy", ["fssdp", "flexmoe"])
+def test_states_that_cannot_move_are_refused_after_the_step_that_made_them(strategy, text_data):
+    before = partial(call, ["keep_row_means"])
+    for one in train_on_all_ranks(2, "{EP2} --train-iters 2", text_data, strategy=strategy, before=before):
+        assert one.exit_code == 2
+        assert len(one.losses) == 1
+        assert "row_means" in one.errors
+
+
 def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data):
     arguments, strategy = "{EP2} --train-iters 3 {OVERLAPS}", "fssdp slots=0 reshard_interval=100"
     undisturbed = train(4, arguments, text_data, strategy=strategy)
@@ -167,6 +176,17 @@ def freeze(experts):
         init(self, config, ddp_config, module, *more, **kw)
 
     wrap(DistributedDataParallel, "__init__", wrapped)
+
+
+def keep_row_means():
+    """Let torch's optimizer make a state of another shape in its step, as SOAP does."""
+
+    def keeping(step, self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            self.state[parameter]["row_means"] = torch.zeros(3)
+
+    wrap(torch.optim.AdamW, "step", keeping)
 
 
 def split_transfers():
