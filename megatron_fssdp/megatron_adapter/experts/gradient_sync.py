@@ -35,6 +35,7 @@ from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 _SLOT, _LAYERS = "slot_of_fssdp", "layers_of_fssdp"
+_IN_STREAM = object()  # the handle of a reduction for which a stream waits
 _waiting: list[tuple[Any, Callable[[], object]]] = []
 _finishing: list[Any] = []  # A reduction that starts when these groups finish must not wait.
 _moves = [0]  # how often Parameters got experts of other layers
@@ -142,7 +143,12 @@ def _start_when_home(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
 def _start(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     for layer, _ in _layers(group):
         layer.gradients.note_reduction()
-    return start(group, *args, **kwargs)
+    result = start(group, *args, **kwargs)
+    if _layers(group) and group.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is None:
+        # With several instances of the optimizer, Megatron reduces in a stream and keeps no handle. Without
+        # one, the reduction would start again.
+        group.grad_reduce_handle = _IN_STREAM
+    return result
 
 
 def _finish_when_home(finish: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,6 +169,8 @@ def _finish_when_home(finish: Any, group: Any, *args: Any, **kwargs: Any) -> Any
         return finish(group, *args, **kwargs)
     finally:
         _finishing.remove(group)
+        if group.grad_reduce_handle is _IN_STREAM:
+            group.grad_reduce_handle = None
 
 
 def _finish_gradients(group: Any) -> None:

@@ -44,7 +44,8 @@ ROWS = rows(
     fp16 in copies | 4 | {EP2} --fp16 --initial-loss-scale 1024 | {OWNERS} | anywhere
     sgd | 2 | {EP2} --optimizer sgd | {OWNERS} | anywhere
     several instances, each with parts | 8 | {EP2} --bf16 {INSTANCES} {BATCH16} | {OWNERS} | anywhere
-    several instances, each on one rank | 4 | {EP2} --bf16 {INSTANCES} | {OWNERS} | anywhere
+    several instances, each on one rank | 4 | {EP2} --bf16 {INSTANCES} --overlap-grad-reduce | {OWNERS}
+        | anywhere
     muon | 4 | {EP2} --bf16 --optimizer muon --muon-momentum 0.9 {NO_BIAS} | {OWNERS} | anywhere
     layer-wise muon | 4 | {EP2} --bf16 --optimizer muon --muon-momentum 0.9 {NO_BIAS} {DISTRIBUTED} | {OWNERS}
         | anywhere
