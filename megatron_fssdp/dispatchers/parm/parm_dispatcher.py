@@ -122,12 +122,13 @@ class DividedGate:
                         rank 1: tokens of part 1 -> gate -> dispatch      over the tensor-parallel ranks
         s2, baseline    all ranks: all tokens -> gate -> dispatch
 
-    Gradients equal those of the layer on one rank, including the gradients of auxiliary losses.
+    Gradients equal those of the layer on one rank, including the gradients of auxiliary losses. ``router``
+    may be an adapter around ``gate``, which is Megatron's.
     """
 
-    def __init__(self, router: Any, pg_collection: Any) -> None:
-        self._router, self._peers = router, pg_collection.tp
-        self._divided_groups = router.tp_cp_group, router.tp_dp_cp_group
+    def __init__(self, router: Any, gate: Any, pg_collection: Any) -> None:
+        self._router, self._gate, self._peers = router, gate, pg_collection.tp
+        self._divided_groups = gate.tp_cp_group, gate.tp_dp_cp_group
         # Where all ranks have the same tokens, an auxiliary loss must count every token once. It is then
         # computed over the context-parallel and data-parallel ranks only.
         data_parallel = getattr(pg_collection, "dp_cp", None)
@@ -147,11 +148,11 @@ class DividedGate:
         equal on all tensor-parallel ranks. Returns the tokens to dispatch, under ``s1`` and ``megatron`` this
         rank's part of the sequence, with their probabilities and routing map, ``[T, E]``.
         """
-        router = self._router
+        router, gate = self._router, self._gate
         if not dispatcher.begin(hidden):
-            router.tp_cp_group, router.tp_dp_cp_group = self._whole_groups
+            gate.tp_cp_group, gate.tp_dp_cp_group = self._whole_groups
             return hidden, *router(hidden, padding_mask)
-        router.tp_cp_group, router.tp_dp_cp_group = self._divided_groups
+        gate.tp_cp_group, gate.tp_dp_cp_group = self._divided_groups
         own = scatter_to_sequence_parallel_region(hidden, group=self._peers)
         if padding_mask is not None:
             padding_mask = padding_mask.chunk(self._peers.size())[self._peers.rank()]

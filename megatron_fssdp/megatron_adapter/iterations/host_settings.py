@@ -186,6 +186,8 @@ def note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def optimizer_of(model: "ModelIterations") -> Any:
     """The optimizer that has a model's parameters; several are returned as one; ``None`` without any."""
+    # AReaL adds LoRA adapters to models that DDP has wrapped.
+    mark((one for chunk in model.chunks for one in chunk.parameters() if model_of(one) is None), model)
     of_model = [optimizer for optimizer in _built if model in models_of(optimizer)]
     inner = {id(member) for chain in of_model for member in getattr(chain, "chained_optimizers", ())}
     outer = [optimizer for optimizer in of_model if id(optimizer) not in inner]
@@ -196,7 +198,7 @@ def optimizer_of(model: "ModelIterations") -> Any:
 
 def models_of(optimizer: Any) -> list["ModelIterations"]:
     """The models whose parameters an optimizer has."""
-    if (known := getattr(optimizer, _MODEL, None)) is None:
+    if not (known := getattr(optimizer, _MODEL, None)):
         known = list({id(model): model for model in _searched(optimizer)}.values())
         setattr(optimizer, _MODEL, known)
     return known

@@ -24,7 +24,11 @@ from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.named_copies import keep_names
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
-from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import SlotDispatchers, refuse_own_methods
+from megatron_fssdp.megatron_adapter.layer.slot_dispatchers import (
+    SlotDispatchers,
+    gate_of,
+    refuse_own_methods,
+)
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
 from megatron_fssdp.megatron_adapter.support.limits import slot_multiple
@@ -85,7 +89,7 @@ class StrategyMoELayer(MoELayer):
         keys = session.settings
         if isinstance(keys, FasterMoEKeys) and keys.leaving_share is not None:
             gate = TopologyAwareTopK(owner_E, groups.device, groups.topology, keys.leaving_share)
-            install_gate(self.router, gate)
+            install_gate(gate_of(self), gate)
         self._session = session
         self._checked_in: int | None = None  # The iteration in which the experts' module was last looked at.
         self._has_computed = False  # since the experts' module was last called
@@ -196,7 +200,7 @@ def global_number(layer: MoELayer, before: int | None) -> int:
 
 def _groups_of(layer: Any) -> ProcessGroupCollection:
     """The process groups with which Megatron has built a layer."""
-    router, dispatcher, groups = layer.router, layer.token_dispatcher, ProcessGroupCollection()
+    router, dispatcher, groups = gate_of(layer), layer.token_dispatcher, ProcessGroupCollection()
     groups.ep, groups.tp = layer.ep_group, layer.tp_group
     groups.expt_tp, groups.tp_ep = dispatcher.tp_group, dispatcher.tp_ep_group
     groups.cp, groups.tp_cp, groups.tp_dp_cp = router.cp_group, router.tp_cp_group, router.tp_dp_cp_group

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import Router
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.dispatchers.deduplicated import DeduplicatedTokenDispatcher
@@ -48,7 +49,7 @@ class SlotDispatchers:
         self.divides_tokens = have_equal_tokens(layer.config, pg_collection)
         self._selector = self._selector_of() if pg_collection.tp.size() > 1 else None
         if self.divides_tokens:
-            self._gate = DividedGate(layer.router, pg_collection)
+            self._gate = DividedGate(layer.router, gate_of(layer), pg_collection)
             # Megatron refuses more ranks with the same tokens without sequence parallelism.
             layer.attn_tp_group = SimpleNamespace(size=lambda: 1)
 
@@ -157,3 +158,8 @@ def refuse_own_methods(owner: Any, names: Iterable[str], part: str) -> None:
             f"MoE layer: got a method {name} of its {part} alone, wanted that of the class, because passes "
             "with experts in slots do not call it; replace it on the class, or use --moe-strategy none"
         )
+
+
+def gate_of(layer: Any) -> Any:
+    """Megatron's router of a layer, which LoRA adapters of Megatron-Bridge and mcore-bridge wrap."""
+    return next((module for module in layer.router.modules() if isinstance(module, Router)), layer.router)

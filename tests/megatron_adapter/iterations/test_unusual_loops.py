@@ -148,6 +148,44 @@ def write(host, weights):
         parameter.copy_(values)
 
 
+class Adapter(torch.nn.Module):
+    """A module around another one, as in LoRA."""
+
+    def __init__(self, wrapped):
+        super().__init__()
+        self.to_wrap, self.scale = wrapped, torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden, *rest, **named):
+        return self.to_wrap(self.scale * hidden, *rest, **named)
+
+
+def adapt_routers(gpt):
+    gpt.requires_grad_(False)
+    for layer in gpt.decoder.layers:
+        layer.mlp.router = Adapter(layer.mlp.router)
+
+
+def train_adapters():
+    adapt_routers(gpt := host_loops.build(host_loops.config()))
+    with patch.object(host_loops, "build", lambda config: gpt):
+        train_frozen(Host())
+
+
+def train_late_adapters():
+    """Adapters that come after DDP, as in AReaL, have no ``main_grad``."""
+    host = Host(use_distributed_optimizer=False)
+    adapt_routers(host.gpt)
+    host.optimizer = new_optimizer(host)
+    train_frozen(host)
+
+
+def train_frozen(host):
+    """An iteration of a host whose experts have no gradients."""
+    host.reset()
+    host.passes()
+    assert host.optimizer.step()[0]
+
+
 def experts_of_first(host):
     return next(host._layers()).experts
 
@@ -203,7 +241,8 @@ def test_unusual_loops_train_as_stock_megatron(table):
             assert strategy is not MOVING or all(run.moved[-1] for run in runs)
 
 
-SERVED = {"frozen model", "home between iterations", "copy at home", "reference at home"}
+HOME = {"home between iterations", "copy at home", "reference at home"}
+SERVED = HOME | {"frozen model", "adapters", "adapters after DDP"}
 REFUSED = {
     "state_dict": "restore_owners",
     "load_state_dict": "reshard_interval=0",
@@ -283,6 +322,8 @@ def refusals(rank, world_size):
     host.forward().backward()
     write(host, [2 * parameter for parameter in host.gpt.parameters()])
     note("weights in an iteration", host.forward)
+    note("adapters", train_adapters)
+    note("adapters after DDP", train_late_adapters)
     host = host_of(("flexmoe", {"placement_interval": 1, "window": 1}), 4)
     note("flexmoe in eval mode", by_hand_in_eval_mode, host)
     note("reference of residents", host_loops.slime, host, 4)
