@@ -11,7 +11,7 @@ Shape letters: R rows that a rank receives, M model dimension, U slots of a devi
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, count, repeat
+from itertools import chain, count, product, repeat
 from typing import Any
 
 import torch
@@ -28,23 +28,25 @@ _blanks: dict[tuple[object, ...], list[ExpertParameters]] = {}
 def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
     """Return the Parameters of each local expert of a module, in the order of ``ExpertParameters``."""
     if hasattr(experts, "local_experts"):
-        places = [(_linears(mlp), "") for mlp in experts.local_experts]
-    elif hasattr(getattr(experts, "linear_fc1", None), "weight0"):
-        places = [(_linears(experts), str(index)) for index in range(num_experts)]
+        places = [(mlp, "") for mlp in experts.local_experts]
     else:
-        raise ConfigurationError(
-            f"expert module: got {type(experts).__name__}, wanted SequentialMLP or TEGroupedMLP; "
-            "build the layer from Megatron's local or Transformer Engine MoE specs"
-        )
+        places = [(experts, str(index)) for index in range(num_experts)]
+    for (mlp, index), name in product(places, _LINEARS):
+        if not hasattr(getattr(mlp, name, None), f"weight{index}"):
+            raise ConfigurationError(
+                f"expert module: got {type(experts).__name__} without {name}.weight{index}, wanted "
+                "SequentialMLP or TEGroupedMLP as Megatron's MoE specs build them; leave experts out of the "
+                "target modules of LoRA adapters, or use --moe-strategy none"
+            )
     # Transformer Engine stores an empty tensor instead of a missing bias.
     return [
         tuple(
             tensor
             for name in (f"weight{index}", f"bias{index}")
-            for linear in linears
+            for linear in _linears(mlp)
             if (tensor := getattr(linear, name, None)) is not None and tensor.numel() > 0
         )
-        for linears, index in places
+        for mlp, index in places
     ]
 
 

@@ -160,8 +160,8 @@ CHANGES = [
     # Afterwards it may call the method that was there.
     ("postprocess", lambda layer: _own(layer, "postprocess"), BEFORE),
     ("LoRA", lambda layer: setattr(_last(layer).linear_fc1, "adapter", torch.nn.Linear(HIDDEN, 2)), BOTH),
-    ("LoRA", lambda layer: setattr(_last(layer), "linear_fc1", _Adapter(_last(layer).linear_fc1)), AFTER),
-    ("LoRA", lambda layer: _wrap_whole(layer.experts), AFTER),
+    ("LoRA", lambda layer: setattr(_last(layer), "linear_fc1", _Adapter(_last(layer).linear_fc1)), BOTH),
+    ("LoRA", lambda layer: _wrap_whole(layer.experts), BOTH),
     ("LoRA", lambda layer: _quantize(_last(layer).linear_fc2), AFTER),
     ("meta device", lambda layer: _replace_weight(_last(layer).linear_fc1), AFTER),
     (
