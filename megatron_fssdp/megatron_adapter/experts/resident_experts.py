@@ -125,7 +125,10 @@ class ResidentExperts:
 
     def quantities(self) -> list[SlotQuantity]:
         """What is copied to replicas: see :func:`slot_quantities`."""
-        return self._contents.quantities() if self._owned.layers else []
+        if not self._owned.layers:
+            return []
+        self._copy_settings()  # The model's may have changed since.
+        return self._contents.quantities()
 
     def hold(self, placements: Sequence[ExpertPlacement]) -> ReshardReport | None:
         """Replace the replicas by those of each layer's placement; all ranks call it between iterations.

@@ -187,7 +187,8 @@ def note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def optimizer_of(model: "ModelIterations") -> Any:
     """The optimizer that has a model's parameters; several are returned as one; ``None`` without any."""
     # AReaL adds LoRA adapters to models that DDP has wrapped.
-    mark((one for chunk in model.chunks for one in chunk.parameters() if model_of(one) is None), model)
+    parameters = (parameter for chunk in model.chunks for parameter in chunk.parameters())
+    mark((parameter for parameter in parameters if model_of(parameter) is None), model)
     of_model = [optimizer for optimizer in _built if model in models_of(optimizer)]
     inner = {id(member) for chain in of_model for member in getattr(chain, "chained_optimizers", ())}
     outer = [optimizer for optimizer in of_model if id(optimizer) not in inner]
