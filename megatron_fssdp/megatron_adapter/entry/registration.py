@@ -48,6 +48,7 @@ def _wrap_megatron() -> None:
     on_cpu = cpu_runtime.install()
     check_seams(for_training=True)
     megatron_repairs.install()
+    megatron_repairs.log_at_info(training.CustomHandler)
 
     # parse_args builds the parser by calling this function of its module.
     def add_megatron_arguments(add_arguments: Any, parser: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Repairs Megatron: its distributed optimizer can resume from its own checkpoints, and helpers are found.
+"""Repairs Megatron: its optimizer resumes from its own checkpoints, and helpers and log lines are found.
 
 **Padded buckets.** The fully reshardable format of megatron-core 0.19 stores wrong numbers if a buffer has
 several buckets and a bucket other than the last one is padded. Megatron removes the padding from the state,
@@ -19,11 +19,15 @@ parameter; theirs keep one number for each parameter group. In megatron-core 0.1
 * fails to write into fp32 parameters, which require a gradient.
 
 The last two repairs change nothing for other optimizers.
+
+**Log lines.** The package of Megatron's Muon logs by absl when it is imported. That configures logging, so
+what Megatron-LM then asks for has no effect, and its lines at INFO are lost, as are the plugin's.
 """
 
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -48,6 +52,14 @@ def install() -> None:
         wrap(distributed, "state_dict", _state_dict_with_a_step)
         wrap(distributed, "load_state_dict", _load_state_dict_with_own_steps)
         wrap(distributed, "_set_main_param_and_optimizer_states", _set_state_except_step)
+
+
+def log_at_info(handler: Callable[[], logging.Handler]) -> None:
+    """Log as Megatron-LM asks for, with a handler of its class, if absl has configured logging before."""
+    root = logging.getLogger()
+    is_plain = [type(present) for present in root.handlers] == [logging.StreamHandler]
+    if is_plain and root.level == logging.WARNING and "absl.logging" in sys.modules:
+        logging.basicConfig(handlers=[handler()], level=logging.INFO, force=True)
 
 
 def _state_by_right_offsets(sharded_state: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

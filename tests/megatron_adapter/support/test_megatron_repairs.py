@@ -1,8 +1,11 @@
 import importlib
 import importlib.metadata
+import logging
 import sys
 
-from megatron_fssdp.megatron_adapter.support.megatron_repairs import compilation_if_needed
+import pytest
+
+from megatron_fssdp.megatron_adapter.support.megatron_repairs import compilation_if_needed, log_at_info
 
 NAME = "megatron.core.datasets.helpers_cpp"
 
@@ -30,3 +33,25 @@ def test_megatron_compiles_without_a_wheel(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", without_the_module)
     monkeypatch.setattr(importlib.metadata, "files", without_the_module)
     assert compilation_if_needed(compile_helpers) is compile_helpers
+
+
+class Handler(logging.StreamHandler):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "handler", "level", "wanted"),
+    [
+        ("absl.logging", logging.StreamHandler, logging.WARNING, (Handler, logging.INFO)),
+        ("absl.logging", logging.StreamHandler, logging.ERROR, (logging.StreamHandler, logging.ERROR)),
+        ("absl.logging", logging.NullHandler, logging.WARNING, (logging.NullHandler, logging.WARNING)),
+        ("other", logging.StreamHandler, logging.WARNING, (logging.StreamHandler, logging.WARNING)),
+    ],
+)
+def test_only_what_absl_has_configured_is_replaced(module, handler, level, wanted, monkeypatch):
+    monkeypatch.delitem(sys.modules, "absl.logging", raising=False)
+    monkeypatch.setitem(sys.modules, module, logging)
+    monkeypatch.setattr(logging.root, "handlers", [handler()])
+    monkeypatch.setattr(logging.root, "level", level)
+    log_at_info(Handler)
+    assert (type(logging.root.handlers[0]), logging.root.level) == wanted
