@@ -225,7 +225,7 @@ def expert_memory(
         if life is ReplicaLife.RESIDENT:
             # One layer's holders send gradients to the owners while another layer's owners send sums back.
             received_bytes += 2 * (sent + number) * held.sum_bytes
-        elif not of_life.sends_fp32 and of_life.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED):
+        elif not of_life.sends_fp32 and life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED):
             received_bytes += messages.buffered_bytes(expert_bytes, number)  # rounded to travel
         buffers_bytes = max(buffers_bytes, received_bytes)
     return ExpertMemory(

@@ -162,7 +162,7 @@ def _loads(run: RecordedRun) -> Iterator[Measure]:
     ]
     for key, label in (
         ("load_similarity", "share of load on the same experts as one iteration before (median)"),
-        ("balance_ratio", "evenness: spread of device loads under plain EP / here (median)"),
+        ("balance_ratio", "spread of device loads: under plain EP over here (median)"),
     ):
         if np.isfinite(values_IL := run.arrays[f"{key}_IL"]).any():
             figures.append((key, label, np.nanmedian(values_IL), ".2f"))

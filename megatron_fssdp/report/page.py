@@ -92,12 +92,10 @@ def terminal_table(
     shown = TerminalTable(title=title or None, caption=caption or None, box=box.SIMPLE_HEAD, pad_edge=False)
     shown.title_style, shown.title_justify, shown.caption_justify = "bold", "left", "left"
     for position, heading in enumerate(table.header):
-        is_left = position == 0 or heading in table.prose
+        is_left, is_whole = position == 0 or heading in table.prose, heading in whole
         justify: Literal["left", "right"] = "left" if is_left else "right"
         longest = max(map(len, heading.split()), default=0)  # A word of the heading is never divided.
-        shown.add_column(
-            heading, justify=justify, overflow="fold", no_wrap=heading in whole, min_width=longest
-        )
+        shown.add_column(heading, justify=justify, overflow="fold", no_wrap=is_whole, min_width=longest)
     for row in table.rows:
         shown.add_row(*row)
     return shown

@@ -127,10 +127,8 @@ def _course_section(report: SimulationReport, job: MoeJob, colour_of: Mapping[st
 
     seconds = lines({name: outcome.iteration_s for name, outcome in outcomes.items()})
     loads = lines({name: outcome.load_max_over_mean_IL.mean(axis=1) for name, outcome in outcomes.items()})
-    moved = {
-        name: job.expert_bytes * outcome.of_layers("gathered").sum(axis=1)
-        for name, outcome in outcomes.items()
-    }
+    gathered = {name: outcome.of_layers("gathered").sum(axis=1) for name, outcome in outcomes.items()}
+    moved = {name: job.expert_bytes * num_replicas_I for name, num_replicas_I in gathered.items()}
     times = figures.curves("Time", "simulated seconds", seconds, ".4s")
     times.add_hline(y=report.ideal.mean_s, **_IDEAL_LINE)
     parts = [times, figures.device_loads("Busiest device, mean of layers", loads)]
