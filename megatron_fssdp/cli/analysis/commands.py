@@ -49,8 +49,8 @@ def report_command(
 
     is_run = run.name == METRICS_FILE or (run / METRICS_FILE).exists()
     if not is_run and not sources_in(run):
-        found = "has no records" if run.exists() else "no such file or folder"
-        raise ConfigurationError(f"{run}: {found}; give the folder of a recorded run, or {_OTHER_LOADS}")
+        problem = "has no records" if run.exists() else "no such file or folder"
+        raise ConfigurationError(f"{run}: {problem}; give the folder of a recorded run, or {_OTHER_LOADS}")
     folder = run.parent if is_run and run.is_file() else run
     # The page of a run is beside its loads.npy.
     page = out or (run.with_suffix(".html") if folder.is_file() else folder / "report.html")

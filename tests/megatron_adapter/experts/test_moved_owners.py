@@ -108,10 +108,10 @@ def test_moving_owners_among_frozen_experts_is_refused_in_one_line(text_data):
 @pytest.mark.parametrize("strategy", ["fssdp", "flexmoe"])
 def test_states_that_cannot_move_are_refused_after_the_step_that_made_them(strategy, text_data):
     before = partial(call, ["keep_row_means"])
-    for one in train_on_all_ranks(2, "{EP2} --train-iters 2", text_data, strategy=strategy, before=before):
-        assert one.exit_code == 2
-        assert len(one.losses) == 1
-        assert "row_means" in one.errors
+    for rank in train_on_all_ranks(2, "{EP2} --train-iters 2", text_data, strategy=strategy, before=before):
+        assert rank.exit_code == 2
+        assert len(rank.losses) == 1
+        assert "row_means" in rank.errors
 
 
 def test_slots_that_are_not_interchangeable_are_refused_on_all_ranks(text_data):
@@ -184,8 +184,9 @@ def keep_row_means():
 
     def keeping(step, self, *args, **kwargs):
         step(self, *args, **kwargs)
-        for parameter in (one for group in self.param_groups for one in group["params"]):
-            self.state[parameter]["row_means"] = torch.zeros(3)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["row_means"] = torch.zeros(3)
 
     wrap(torch.optim.AdamW, "step", keeping)
 
