@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # setuptools 84.2.1 compiles extension modules without optimization where CFLAGS is set, whatever is in it. Its value
-# takes the place of the interpreter's own flags, which have -O3 (-O2 counts as -O3 here), and setuptools 74.1.3 added it to them. So a
-# CFLAGS that asks for one warning or one -march makes modules that Cython translated several times slower: the search
-# of this project's planner took 94 ms in place of 14, until its setup.py asked for -O3 itself. Nothing warns.
+# takes the place of the interpreter's own flags, which have -O3 (-O2 counts as -O3 here). setuptools 74.1.3 added it to
+# them. So a CFLAGS that asks for one warning or one -march makes modules that Cython translated several times slower:
+# the search of this project's planner took 94 ms in place of 14, until its setup.py asked for -O3 itself. Nothing warns.
 # Python 3.12 and a C compiler, no GPU needed. Seen on 30 November 2026:
 #   setuptools 74.1.3: without CFLAGS -O3, with CFLAGS -O3; setuptools 84.2.1: without CFLAGS -O3, with CFLAGS none
 # The script fails if this changes.
