@@ -14,7 +14,6 @@ from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.iterations import core_seams
 from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment, current, set_current
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
-from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.megatron_adapter.support import megatron_repairs
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 
@@ -38,10 +37,10 @@ def attach(strategy: str, settings: Mapping[str, Any] | None = None, *, host: An
         ConfigurationError: A name or value is invalid, or the installed megatron-core lacks a seam.
     """
     validated = strategy_settings(strategy, dict(settings or {}), "settings")
-    told = HostSettings.of(host)
-    if host is not None and isinstance(validated, PlacementSettings):
-        StrategySession(strategy, validated).check_model(*told.sources)
-    return use(Attachment(strategy, validated, told))
+    attachment = Attachment(strategy, validated, HostSettings.of(host))
+    if host is not None:
+        attachment.new_session(attachment.host)
+    return use(attachment)
 
 
 def attach_from_environment(*_: Any, **__: Any) -> Attachment | None:

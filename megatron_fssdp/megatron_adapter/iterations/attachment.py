@@ -67,17 +67,29 @@ class Attachment:
             self.has_joined = True
         return model
 
+    def new_session(self, host: HostSettings) -> StrategySession | None:
+        """A session under what a host says of itself; ``None`` without a strategy.
+
+        Raises:
+            ConfigurationError: The strategy cannot serve this host.
+        """
+        if not isinstance(self.settings, PlacementSettings):
+            return None
+        session = StrategySession(self.name, self._may_move(self.settings), nccl_options(host))
+        session.check_model(*host.sources)
+        return session
+
     def _new(self, config: Any, ddp_config: Any) -> ModelIterations:
-        host, session = self.host.with_sources(config, ddp_config), None
+        host = self.host.with_sources(config, ddp_config)
         devices = parallel_state.get_expert_model_parallel_group()
         # Layers join by collectives that depend on the strategy.
         asked = self.settings.model_dump(mode="json", exclude={"record_dir"})
         named = {f"--moe-strategy-set {key}": value for key, value in asked.items()}
         check_equal({"--moe-strategy": self.name, **named}, devices)
-        if isinstance(self.settings, PlacementSettings):
-            settings = self._may_move(self.settings)
-            session = StrategySession(self.name, settings, nccl_options(host))
-            session.check_model(*host.sources)
+        if (session := self.new_session(host)) is not None:
+            if session.settings is not self.settings:
+                said = "[fssdp] this host may read experts by name, so owners do not move; reshard_interval=N"
+                log_single_rank(logger, logging.INFO, f"{said} allows moves")
             checkpoint_hints.add(session)
             install_exports()
         model = ModelIterations(self.name, self.settings, host, session)
@@ -96,8 +108,6 @@ class Attachment:
                 "wanted your word that experts may move; set reshard_interval=N, and call "
                 "megatron_fssdp.restore_owners(model) before such reads"
             )
-        said = "this host may read experts by name, so owners do not move; reshard_interval=N allows moves"
-        log_single_rank(logger, logging.INFO, f"[fssdp] {said}")
         return settings.model_copy(update={"reshard_interval": 0})
 
     def _tell_absence(self) -> None:

@@ -68,11 +68,13 @@ class HostSettings:
     @classmethod
     def of(cls, host: Any) -> "HostSettings":
         """Settings of an object, or of its sections if these are dataclasses; none of ``None``."""
-        sections = (
-            [section for section in vars(host).values() if is_dataclass(section)] if host is not None else []
-        )
+        if host is None:
+            return cls()
+        # Megatron-Bridge writes the first two over the others when its training begins.
+        first = ("mixed_precision", "comm_overlap")
+        by_name = sorted(vars(host).items(), key=lambda item: item[0] not in first)
         # A section can have the name of a setting, such as ``optimizer``.
-        return cls(() if host is None else tuple(sections) or (host,))
+        return cls(tuple(section for _, section in by_name if is_dataclass(section)) or (host,))
 
     def with_sources(self, *more: Any) -> "HostSettings":
         """Settings that are also looked up in more objects, after those that are known."""

@@ -1,6 +1,8 @@
 """What a program attaches: a strategy by its name, or that of the environment."""
 
 import os
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,3 +33,32 @@ def test_the_environment_asks_for_a_strategy_with_settings():
     assert (current().name, current().settings.slots) == ("prophet", 2)
     with pytest.raises(ConfigurationError, match="slots"):
         megatron_fssdp.attach("fssdp", {"slots": -1})
+
+
+@dataclass
+class Section:
+    """A section of a host's settings."""
+
+    fp8: str | None = None
+    fp8_recipe: str = "delayed"
+    moe_grouped_gemm: bool = True
+    num_moe_experts: int = 8
+    expert_model_parallel_size: int = 2
+    use_precision_aware_optimizer: bool = False
+
+
+def test_a_hosts_settings_are_refused_as_they_will_be_when_its_model_joins():
+    # Owners stay where somebody may read experts by name, so their optimizer may keep other states.
+    host = SimpleNamespace(model=Section(use_precision_aware_optimizer=True))
+    megatron_fssdp.attach("fssdp", host=host)
+    with pytest.raises(ConfigurationError, match="--use-precision-aware-optimizer"):
+        megatron_fssdp.attach("fssdp", {"reshard_interval": 2}, host=host)
+    with pytest.raises(ConfigurationError, match="wanted your word"):
+        megatron_fssdp.attach("smartmoe", host=host)
+
+
+def test_what_megatron_bridge_writes_into_the_models_settings_counts():
+    quantized, delayed = Section("e4m3", "mxfp8"), Section("e4m3")
+    megatron_fssdp.attach("fssdp", host=SimpleNamespace(model=Section(), mixed_precision=quantized))
+    with pytest.raises(ConfigurationError, match="delayed"):
+        megatron_fssdp.attach("fssdp", host=SimpleNamespace(model=quantized, mixed_precision=delayed))
