@@ -240,6 +240,11 @@ def _held(parameter: Parameter, entries: Mapping[Parameter, _Entry | None], opti
             f"{'' if parameter.is_contiguous() else 'not '}contiguous, wanted a contiguous one of "
             f"float32, bfloat16 or float16; {KEEP_OWNERS}"
         )
+    if not parameter.untyped_storage().nbytes():
+        raise ConfigurationError(
+            "experts: got a parameter without memory, because the host has offloaded it, wanted it on its "
+            "device; load the model before experts move or go home"
+        )
     flat = parameter.data.view(-1)
     is_trained = parameter.requires_grad
     facts = {"shape": tuple(parameter.shape), "data type": parameter.dtype, "frozen": not is_trained}
@@ -273,7 +278,8 @@ def _held(parameter: Parameter, entries: Mapping[Parameter, _Entry | None], opti
         tensors["master parameters"] = master
     facts["names of tensors"] = tuple(sorted(tensors))
     for name, tensor in tensors.items():
-        got, wanted = (tensor.shape, tensor.dtype, tensor.device), (master.shape, torch.float32, part.device)
+        # Their device does not matter: verl keeps them on the host while it generates.
+        got, wanted = (tensor.shape, tensor.dtype), (master.shape, torch.float32)
         if got != wanted or not tensor.is_contiguous():
             raise ConfigurationError(
                 f"re-sharding: got an optimizer with {name} of {got}, wanted {wanted}; use Megatron's "

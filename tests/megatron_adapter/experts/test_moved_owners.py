@@ -246,4 +246,12 @@ def _try_what_is_refused(model, optimizer):
         member.__class__ = kind
         refused("not the same on all", RuntimeError, maps[rank == odd_rank])
     refused("wanted 2 devices with 8 slots each", ValueError, OwnerMap.even(2, 8, 4))
+    weights = member.buffers[0].param_data
+    memory, kept = weights.untyped_storage(), weights.clone()
+    memory.resize_(0)  # as verl offloads weights
+    refused("because the host has offloaded it")
+    memory.resize_(kept.nbytes)
+    weights.copy_(kept)
+    with patch.dict(state, {"exp_avg": exp_avg.to("meta")}):  # as verl offloads states
+        assert {quantity.device for quantity in resharding.quantities()} == {expert.device}
     assert slots.move_to(even) is None
