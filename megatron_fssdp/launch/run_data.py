@@ -95,12 +95,13 @@ def data_arguments(
 
 
 def _split(config: RunConfig, num_documents: int | None) -> str:
-    # If a part has no documents, Megatron searches it for tokens forever.
+    # If a part has no documents, Megatron searches it for tokens forever. It rounds the ends of parts so.
     shares = [float(share) for share in config.data.split.split(",")]
-    total = max(sum(shares), 1e-9)
+    total, end = max(sum(shares), 1e-9), 0.0
     for name, share in zip(("training", "validation", "test"), shares, strict=False):
-        is_wanted = share > 0 or name == "training"
-        if num_documents is not None and is_wanted and share / total * num_documents < 1:
+        begin, end = end, end + share / total
+        is_empty = num_documents and round(begin * num_documents) == round(end * num_documents)
+        if is_empty and (share > 0 or name == "training"):
             raise ConfigurationError(
                 f"data.split {config.data.split}: leaves none of the {num_documents} documents for the "
                 f"{name} data; give it a larger share, or build the data from more files"

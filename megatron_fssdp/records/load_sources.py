@@ -86,7 +86,9 @@ def _read_array(path: Path) -> RecordedLoads:
         if counts.ndim not in (3, 4, 5) or counts.dtype.kind not in "iuf" or not counts.size:
             kind = f"{counts.dtype} {list(counts.shape)}"
             raise ValueError(f"got {kind}, wanted numbers {_SHAPES}")
-        if not (counts.min() >= 0 and counts.max() <= _MOST and np.all(counts == counts.astype(np.int32))):
+        if not (
+            counts.min() >= 0 and float(counts.max()) <= _MOST and np.all(counts == counts.astype(np.int32))
+        ):
             raise ValueError(f"got {counts.min()} to {counts.max()}, wanted whole numbers from 0 to {_MOST}")
     except (PermissionError, ConfigurationError):
         raise
@@ -114,6 +116,8 @@ def _read_table(path: Path, num_experts: int) -> RecordedLoads:
                 raise ValueError(f"got no column {missing[0]}, wanted {', '.join(_COLUMNS)}")
             for row in rows:
                 line, cells = rows.line_num, {"device": "0", **row}
+                if None in row:
+                    raise ValueError("got more cells than the first line has columns, wanted a name for each")
                 for name in _COLUMNS:
                     if not (text := cells[name] or "").isdecimal() or int(text) > _MOST:
                         raise ValueError(f"got {name} '{text}', wanted a whole number from 0 to {_MOST}")

@@ -95,6 +95,7 @@ def test_a_table_is_read_in_any_order_of_its_columns(tmp_path):
         ("iteration,layer,expert,tokens\n1,1,4,-1\n", "line 2: got tokens '-1', wanted a whole number"),
         ("iteration,layer,expert,tokens\n1,1,4,x\n", "line 2: got tokens 'x', wanted a whole"),
         ("iteration,layer,expert,tokens\n1,1,4\n", "line 2: got tokens '', wanted a whole"),
+        ("iteration,layer,expert,tokens\n1,1,0,4,9\n", "line 2: got more cells than"),
         ('iteration,layer,expert,tokens\n1,1,4,"1\n', "line 1: unexpected end of data"),
     ],
 )

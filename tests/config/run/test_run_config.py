@@ -170,7 +170,9 @@ def test_external_data_is_named_by_megatrons_arguments():
     assert not {"--data-path", "--tokenizer-type"} & set(words)
 
 
-@pytest.mark.parametrize(("split", "name"), [("969,30,1", "test"), ("0,1", "training")])
+@pytest.mark.parametrize(
+    ("split", "name"), [("969,30,1", "test"), ("0,1", "training"), ("75,2,23", "validation")]
+)
 def test_data_splits_without_documents_are_refused(split, name):
     """Megatron would search an empty split for tokens forever."""
     with pytest.raises(ConfigurationError, match=f"none of the 50 documents for the {name} data"):
