@@ -32,10 +32,13 @@ from megatron_fssdp.pretraining.script_parts import built_datasets, refuse_argum
 
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
-# Arguments for other kinds of training, which need other batches or losses.
-_SUPPORTED = dict.fromkeys(
-    ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"), (False,)
-)
+# Arguments for other models, and for other kinds of training, which need other batches or losses.
+_SUPPORTED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(
+        ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"), (False,)
+    ),
+    "hybrid_layer_pattern": (None,),
+}
 
 
 def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:
@@ -139,7 +142,7 @@ build_datasets.is_distributed = True  # type: ignore[attr-defined]
 def main() -> None:
     """Pretrain a GPT as the command line describes it."""
     args = parse_and_validate_args()
-    refuse_arguments(args, _SUPPORTED, "Megatron-LM's own pretrain_gpt.py supports it")
+    refuse_arguments(args, _SUPPORTED, "Megatron-LM's own scripts support it")
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 

@@ -149,7 +149,7 @@ def _sizes(run: RunConfig, values: Mapping[str, Any]) -> Iterator[str]:
         if cut.world_size % product:
             yield (
                 f"{factors} = {product} does not divide the {cut.world_size} ranks "
-                "({nproc_per_node} × {num_nodes}); change --nproc or a size"
+                "({nproc_per_node} × {num_nodes}); change one of them"
             )
     # The first must divide the second, where both are given.
     pairs = [

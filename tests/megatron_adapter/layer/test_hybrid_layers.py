@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.support.training_preload import on_ranks
 
+from ..training_run import train_on_all_ranks
 from .small_config import moe_config, session_of
 
 EXPERTS, HIDDEN, LAYERS = 4, 8, 3
@@ -78,3 +79,10 @@ def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder():
     layers = join(model, session_of("fssdp", SETTINGS))
     assert [layer.slot_layer.local.context.layer for layer in layers] == [2, LAYERS + 2, LAYERS + 4]
     assert [layer._index for layer in layers] == [0, None, None]
+
+
+def test_the_script_for_gpt_refuses_patterns_of_hybrid_layers(text_data):
+    """It would train attention in all layers, without a word about the pattern."""
+    arguments = "--train-iters 1 --disable-bias-linear --hybrid-layer-pattern *E*E"
+    (run,) = train_on_all_ranks(1, arguments, text_data)
+    assert (run.exit_code, run.losses) == (1, ())
