@@ -21,19 +21,9 @@ VERSION_OF_NO_GIT = "0.1.dev0"
 def distributions(tmp_path_factory):
     """An sdist, and the wheel without compiled kernels that is built from it outside of a git repository."""
     folder = tmp_path_factory.mktemp("dist")
-    _build("--sdist", folder, ROOT)
-    (sdist,) = folder.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    sources = folder / sdist.name.removesuffix(".tar.gz")
-    _build("--wheel", folder, sources)
-    (wheel,) = folder.glob("*.whl")
+    python_output("-m", "build", "--no-isolation", "--outdir", folder, ROOT, MEGATRON_FSSDP_PURE="1")
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel
-
-
-def _build(kind, out, sources):
-    words = ("-m", "build", "--no-isolation", kind, "--outdir", out, sources)
-    python_output(*words, MEGATRON_FSSDP_PURE="1")
 
 
 def names_in(wheel):

@@ -1,12 +1,13 @@
 import json
+import sys
 
-from ..support.python_process import ROOT, python_output
+from benchmarks import gpu_kernels
 
 
-def test_all_cases_run_on_a_virtual_device(tmp_path):
+def test_all_cases_run_on_a_virtual_device(tmp_path, monkeypatch):
     out = tmp_path / "kernels.json"
-    words = ["benchmarks/gpu_kernels.py", "--device", "virtual", "--out", out]
-    python_output(*words, cwd=ROOT, OMP_NUM_THREADS="1")
+    monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "--device", "virtual", "--out", str(out)])
+    gpu_kernels.main()
     rows = json.loads(out.read_text())["rows"]
     assert [row[2] for row in rows[:4]] == ["stock", "even, torch", "even, Triton", "exact, Triton"]
     assert {row[0] for row in rows} == {"remap", "packing", "addition", "attention"}

@@ -15,11 +15,10 @@ from ..support.python_process import run_python
 RUN = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4,
         moe_layer_freq: 2}
-parallelism: {nproc_per_node: 2, expert_model_parallel_size: 2}
+parallelism: {nproc_per_node: 1, expert_model_parallel_size: 1}
 training: {train_iters: 3, global_batch_size: 4, save_checkpoints: false}
 strategy: {name: fssdp, settings: {slots: 1}}
 """
-
 
 BERT = """
 model: {family: bert, num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32,
@@ -31,16 +30,18 @@ strategy: {name: fssdp, settings: {slots: 1}}
 """
 
 
+def run_newly(*arguments):
+    """Run `megatron-fssdp ARGS…` in a new process."""
+    ended = run_python("-m", "megatron_fssdp.cli.app", *arguments, MEGATRON_FSSDP_DEVICE="cpu")
+    return ended.returncode, ended.stdout, ended.stderr
+
+
 @pytest.fixture
 def done(command, tmp_path):
-    """Run `megatron-fssdp ARGS…`, `train` in a new process; require success and return standard output."""
+    """Run `megatron-fssdp ARGS…`, require success and return standard output."""
 
-    def run(*arguments):
-        if arguments[0] != "train":
-            code, *said = command(*arguments)
-        else:
-            ended = run_python("-m", "megatron_fssdp.cli.app", *arguments, MEGATRON_FSSDP_DEVICE="cpu")
-            code, said = ended.returncode, [ended.stdout, ended.stderr]
+    def run(*arguments, runs=command):
+        code, *said = runs(*arguments)
         log = tmp_path / "run" / "log.txt"
         assert code == 0, "".join(said) + (log.read_text()[-4000:] if log.exists() else "")
         return said[0]
@@ -68,9 +69,9 @@ def test_a_run_trains_and_leaves_its_records(done, tmp_path):
     assert run.iterations.tolist() == loads.iterations.tolist() == [1, 2, 3]
     assert run.layers == loads.layers.tolist()
     assert np.isfinite(run.losses).all()
-    # Each of 2 devices routes 2 samples of 32 tokens to 2 experts each.
-    assert loads.counts_ILDE.shape == (3, 1, 2, 4)
-    assert (loads.counts_ILDE.sum(axis=3) == 2 * 32 * 2).all()
+    # The device routes 4 samples of 32 tokens to 2 experts each.
+    assert loads.counts_ILDE.shape == (3, 1, 1, 4)
+    assert (loads.counts_ILDE.sum(axis=3) == 4 * 32 * 2).all()
     done("report", out)
     resolved = validate(RunConfig, load_yaml(out / "config.yaml"), "config.yaml")
     assert resolved.data.path == data
@@ -87,8 +88,8 @@ def test_a_bert_trains_resumes_and_is_compared_and_simulated(done, tmp_path):
     files = [module.__file__ for module in sources]
     done("data", "build", *files, "--tokenizer", "wordpiece", "--vocab-size", 500, "--out", data)
     words = ("train", tmp_path / "run.yaml", "--set", f"data.path={data}", "--out", out)
-    assert "iteration 3/3" in done(*words)
-    assert "iteration 5/5" in done(*words, "--resume", "--iters", 5)
+    assert "iteration 3/3" in done(*words, runs=run_newly)
+    assert "iteration 5/5" in done(*words, "--resume", "--iters", 5, runs=run_newly)
 
     run, loads = load(out), read_loads(out)
     assert run.iterations.tolist() == [1, 2, 3, 4, 5]

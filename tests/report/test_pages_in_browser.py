@@ -36,11 +36,12 @@ PAGES = {
 def test_nothing_is_wrong_with_a_page(name, browser, tmp_path):
     path = tmp_path / "page.html"
     PAGES[name](tmp_path).write(path)
-    for width in WIDTHS if name == "run" else WIDTHS[::2]:
-        browser.open(path, width)
-        assert browser.faults() == [], f"{width} px"
-    browser.prefer("dark")  # draws all figures again
-    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
-    assert browser.faults() == []
+    for width, scheme in zip(WIDTHS[::2], ("dark", "light"), strict=True):
+        browser.open(path, width, scheme)
+        assert browser.faults() == [], f"{width} px, {scheme}"
+    if name == "run":
+        browser.prefer("dark")  # draws all figures again
+        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+        assert browser.faults() == []
     figures = "[...document.querySelectorAll('.figure')]"
     assert browser.evaluate(f"{figures}.every((one) => one.querySelector('.main-svg') !== null)")

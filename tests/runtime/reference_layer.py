@@ -24,9 +24,6 @@ def reference_forward(hidden, probs, routing_map, weights):
 
     Hidden states are ``[T, M]``, probabilities and routing map ``[T, E]``. Only entries in the map count.
     """
-    output = torch.zeros_like(hidden)
-    for expert, (fc1, fc2) in enumerate(weights):
-        y = functional.gelu(hidden @ fc1.T) @ fc2.T
-        chosen, prob = routing_map[:, expert].unsqueeze(1), probs[:, expert].unsqueeze(1)
-        output = output + torch.where(chosen, prob * y, 0.0)
-    return output
+    fc1_E, fc2_E = (torch.stack(tensors) for tensors in zip(*weights, strict=True))
+    outputs_ETM = functional.gelu(hidden @ fc1_E.mT) @ fc2_E.mT
+    return torch.einsum("te,etm->tm", torch.where(routing_map, probs, 0.0), outputs_ETM)

@@ -55,7 +55,7 @@ def test_the_bundle_has_all_packages_but_those_of_torch():
 @pytest.mark.parametrize(
     ("tag", "python", "message"),
     [
-        (OWN_TAG, sys.executable, "got no CUDA device"),
+        (OWN_TAG, "{with_torch}", "got no CUDA device"),
         ("cp39", "{with_torch}", f"got cp39, wanted wheels for {OWN_TAG}"),
         (OWN_TAG, "no-such-python", "got no torch"),
     ],

@@ -110,6 +110,6 @@ CASES = st.tuples(
 
 # Shrinking a failing example would start ranks for minutes.
 @examples(3, phases=[Phase.generate])
-@given(cases=st.lists(CASES, min_size=6, max_size=12))
+@given(cases=st.lists(CASES, min_size=3, max_size=6))
 def test_contents_arrive_within_the_memory_budget(cases):
     run_ranks(permute, 4, cases)

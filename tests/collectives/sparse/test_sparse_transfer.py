@@ -150,14 +150,14 @@ def run_cases(rank, world_size, seed, num_cases, group_ranks=None):
     return num_put, num_sent
 
 
-@pytest.mark.parametrize(("world_size", "num_cases"), [(1, 5), (2, 30), (4, 40), (8, 20)])
+@pytest.mark.parametrize(("world_size", "num_cases"), [(1, 5), (2, 20), (4, 30), (8, 8)])
 def test_equals_dense_collectives_on_random_placements(world_size, num_cases):
     num_put, num_sent = np.sum(run_ranks(run_cases, world_size, world_size, num_cases), axis=0)
     assert world_size == 1 or min(num_put, num_sent) > world_size
 
 
 def test_transfers_work_in_subgroups_whose_ranks_differ_from_the_worlds():
-    run_ranks(run_cases, 4, 5, 20, [[1, 3], [0, 2], [1, 2, 3]])
+    run_ranks(run_cases, 4, 5, 10, [[1, 3], [0, 2], [1, 2, 3]])
 
 
 @on_plain_ranks(5)

@@ -114,15 +114,14 @@ ALONE = [
     LayerCase("alone-outside", placement="ep", num_nodes=1, driven=False),
 ]
 NAMES = """
-    ITERATION-in-flight ITERATION-owns-nothing RESIDENT-owns-nothing ITERATION-bf16 split split-late-repeated
-    ITERATION-expert-each mixed corrected peers-LAYER_PASS peers-MICRO_BATCH fssdp-None quota-None
+    ITERATION-owns-nothing RESIDENT-owns-nothing split-late-repeated ITERATION-expert-each corrected
+    peers-LAYER_PASS peers-MICRO_BATCH fssdp-None quota-None
 """
 # These need no second rank of a node; on two ranks they take half of the work.
 NAMES_ON_TWO = """
-    MICRO_BATCH-in-flight LAYER_PASS-reentrant MICRO_BATCH-reentrant ITERATION-repeated LAYER_PASS-repeated
-    MICRO_BATCH-late RESIDENT-late LAYER_PASS-interrupted RESIDENT-interrupted
-    RESIDENT-bf16 outside split-recomputed mixed-bf16 corrected-recomputed corrected-layer-pass
-    corrected-split announced-1-ITERATION announced-1-LAYER_PASS announced-2-RESIDENT announced-9-MICRO_BATCH
+    ITERATION-in-flight MICRO_BATCH-in-flight MICRO_BATCH-reentrant LAYER_PASS-repeated MICRO_BATCH-late
+    LAYER_PASS-interrupted RESIDENT-interrupted ITERATION-bf16 outside split-recomputed mixed mixed-bf16
+    corrected-recomputed corrected-split announced-1-ITERATION announced-2-RESIDENT announced-9-MICRO_BATCH
 """
 
 
