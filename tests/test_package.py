@@ -1,6 +1,6 @@
 """The sdist carries its version, and the wheel has all files that users need.
 
-`scripts/smoke_test_package.sh` makes both with `python -m build`, in an empty environment, which takes minutes.
+`scripts/smoke_test_package.sh` makes both with `python -m build`, in an empty environment.
 """
 
 import email

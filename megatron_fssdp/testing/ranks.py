@@ -1,7 +1,7 @@
 """Runs a function on the ranks of a new process group within a fraction of a second.
 
-A server process imports every module once, computes nothing, and forks the ranks of every call. A root process
-imports torch once, and forks the servers.
+A server process imports every module once, computes nothing, and forks the ranks of every call. Servers are
+forked as well, by a root that has imported torch.
 """
 
 import atexit
