@@ -14,31 +14,16 @@ from tests.support.training_preload import on_plain_ranks
 TIMEOUT = timedelta(seconds=600)
 
 
-class Careless(SharedMemory):
-    """Does not wait for the flags of one channel."""
-
-    channel: int
-
-    def await_signal(self, peer, channel):
-        if channel == self.channel:
-            self._flags[self._rank, channel, peer] = 0
-        else:
-            super().await_signal(peer, channel)
-
-
-def puts_in_order(rank, world_size, careless):
+@on_plain_ranks(2)
+def test_no_slot_is_read_before_its_signal_or_overwritten_before_its_last_reader():
     """Rank 1 puts versions 1, 2 and 3 into the slot of rank 0; both hold up the other at the worst moment.
 
     The sender stops in the middle of each version until the receiver lets it go on. The receiver reads a
-    version until the sender has tried to write the next one. The result is what went wrong.
+    version until the sender has tried to write the next one.
     """
-    store = dist.distributed_c10d._get_default_store()
-    kind = SharedMemory if careless is None else Careless
-    memory = kind(dist.group.WORLD, (1, 1000), TIMEOUT, dtype=torch.float32)
-    memory.channel = careless
-    puts, wrong = WeightPuts(memory, {1 - rank: 1 - rank}, {(0, 0): 0}), []
-    # What careless ranks do comes at some time, and what others do not do never comes.
-    overwritten_s, read_s = (600.0 if careless == channel else 0.1 for channel in (0, 1))
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    memory = SharedMemory(dist.group.WORLD, (1, 1000), TIMEOUT, dtype=torch.float32)
+    puts = WeightPuts(memory, {1 - rank: 1 - rank}, {(0, 0): 0})
     for version in (1, 2, 3):
         if rank == 1:
             store.set(f"tries {version}", "")
@@ -57,20 +42,17 @@ def puts_in_order(rank, world_size, careless):
         slot = memory.of_rank[0][0]
         store.get(f"tries {version}")
         # The last reader still has the version before.
-        if comes(store, f"half {version}", overwritten_s) or not slot.eq(version - 1).all():
-            wrong.append("overwritten before its last reader")
+        assert not comes(store, f"half {version}", 0.1)
+        assert slot.eq(version - 1).all()
         puts.open({1}, ())
         store.get(f"half {version}")
         reader = Thread(target=puts.await_step, args=([1],))
         reader.start()
-        reader.join(read_s)
-        if not reader.is_alive():
-            wrong.append("read before its signal")
+        reader.join(0.1)
+        assert reader.is_alive()
         store.set(f"go {version}", "")
         reader.join()
-        if not wrong and not slot.eq(version).all():
-            wrong.append("another version than the awaited one")
-    return wrong
+        assert slot.eq(version).all()
 
 
 def comes(store, key, within_s):
@@ -79,16 +61,6 @@ def comes(store, key, within_s):
     except dist.DistStoreError:
         return False
     return True
-
-
-@pytest.mark.parametrize(
-    ("careless", "wanted"),
-    [(None, set()), (0, {"overwritten before its last reader"}), (1, {"read before its signal"})],
-)
-def test_no_slot_is_read_before_its_signal_or_overwritten_before_its_last_reader(careless, wanted):
-    """Without the flags of a channel, the test would notice."""
-    receiver, _ = run_ranks(puts_in_order, 2, careless)
-    assert set(receiver) == wanted
 
 
 @on_plain_ranks(2)
