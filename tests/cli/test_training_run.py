@@ -14,7 +14,7 @@ from ..support.python_process import run_python
 
 RUN = """
 model: {num_layers: 2, hidden_size: 32, num_attention_heads: 2, seq_length: 32, num_experts: 4,
-        moe_layer_freq: 2}
+        moe_layer_freq: 2, add_bias_linear: false}
 parallelism: {nproc_per_node: 1, expert_model_parallel_size: 1}
 training: {train_iters: 3, global_batch_size: 4, save_checkpoints: false}
 strategy: {name: fssdp, settings: {slots: 1}}
