@@ -1,7 +1,6 @@
 """Runs a function on the ranks of a new process group within a fraction of a second.
 
-A server process imports every module once, computes nothing, and forks the ranks of every call. Servers are
-forked as well, by a root that has imported torch.
+A server process imports every module once, computes nothing, and forks the ranks of every call.
 """
 
 import atexit
@@ -20,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import Pipe, get_context, reduction, spawn
+from multiprocessing import Pipe, get_context, spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -120,15 +119,19 @@ def _failures(job: _Job, exit_codes: dict[int, int]) -> tuple[list[int], list[st
     return ranks, texts
 
 
-_root: Connection | None = None
 _servers: dict[tuple[str, ...], Connection] = {}
 
 
 def _run_in_server(job: _Job) -> dict[int, int]:
     called = tuple(entry for entry in job.preload if ":" in entry)
     server = _servers.get(called)
-    if server is None or not _is_idle(server):
-        _servers[called] = server = _new_server()
+    if server is None or server.closed or server.poll():  # An idle server says nothing, unless it died.
+        server, theirs = Pipe()
+        atexit.register(server.close)  # before multiprocessing waits for the server's end
+        # With Python's output unbuffered, a rank that dies has printed everything.
+        with theirs, patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1"):
+            get_context("spawn").Process(target=_serve, args=(theirs,)).start()
+        _servers[called] = server
     try:
         server.send(job)
         answer = server.recv()
@@ -142,43 +145,9 @@ def _run_in_server(job: _Job) -> dict[int, int]:
     return answer
 
 
-def _is_idle(process: Connection) -> bool:
-    return not process.closed and not process.poll()  # An idle process says nothing, unless it died.
-
-
-def _new_server() -> Connection:
-    global _root
-    if _root is None or not _is_idle(_root):
-        _root, theirs = Pipe()
-        atexit.register(_root.close)  # before multiprocessing waits for the root's end
-        # With Python's output unbuffered, a rank that dies has printed everything.
-        with theirs, patch.dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1"):
-            get_context("spawn").Process(target=_fork_servers, args=(theirs,)).start()
-    server, theirs = Pipe()
-    atexit.register(server.close)
-    with theirs:
-        reduction.send_handle(_root, theirs.fileno(), 0)
-    return server
-
-
-def _fork_servers(caller: Connection) -> None:
-    """Be the root: fork a server for each connection that the caller sends, until it ends."""
+def _serve(caller: Connection) -> None:
+    """Be the server: run jobs until the caller ends or closes the connection."""
     os.setsid()  # Only the caller gets Ctrl-C.
-    for name in DEFAULT_PRELOAD:
-        importlib.import_module(name)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            with Connection(reduction.recv_handle(caller)) as server:
-                if os.fork() == 0:
-                    caller.close()
-                    _serve(server)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
-
-
-def _serve(caller: Connection) -> NoReturn:
-    """Be a server: run jobs until the caller ends or closes the connection."""
     called: set[str] = set()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
