@@ -45,7 +45,7 @@ def _norms(model):
     experts, part = dict(_experts(model)), parallel_state.get_expert_tensor_parallel_rank()
     gradients = _reduced(model, {parameter for parameters in experts.values() for parameter in parameters})
     return {
-        (*place, matrix, part): float(gradients[parameter].double().norm())
+        (*place, matrix, part): float(torch.linalg.vector_norm(gradients[parameter], dtype=torch.float64))
         for place, parameters in experts.items()
         for matrix, parameter in enumerate(parameters)
         if parameter.requires_grad

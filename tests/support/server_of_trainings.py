@@ -6,6 +6,7 @@ import weakref
 from functools import cache, partial
 from pkgutil import resolve_name
 
+import torch
 from megatron.training import ft_integration, initialize
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
@@ -25,6 +26,8 @@ initialize._warmup_jit_function = lambda tp_size: None
 ft_integration.setup = lambda: None
 # Each rank would read the line of a file that warns.
 warnings.simplefilter("ignore")
+# Each seed would be kept for devices of other kinds, with a printed stack.
+torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = lambda seed: None
 # When a rank ends, it would take back all that libraries have registered with torch.
 for finalizer in list(weakref.finalize._registry):
     finalizer.atexit = False

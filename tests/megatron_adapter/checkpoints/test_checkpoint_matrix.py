@@ -17,15 +17,15 @@ from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 from ..training_run import assert_close, train
 
-COMMON = "{TORCH_DIST} --train-iters 8 {GATED} {SHORT_AVERAGES} --lr 5e-3"
-SAVED_AT = 4
+COMMON = "{TORCH_DIST} --train-iters 6 {GATED} {SHORT_AVERAGES} --lr 5e-3"
+SAVED_AT = 3
 OPTIMIZERS = {"plain": "", "distributed": "{RESHARDABLE}"}
-# A run of 8 iterations re-shards before the 4th and the 7th, or never.
+# A run of 6 iterations re-shards before the 3rd and the 5th, or never.
 STRATEGIES = {
     "none": "none",
     "ep": "ep",
     "even": "fssdp slots=2 overlap_degree=2 reshard_interval=100",
-    "moved": "fssdp slots=2 overlap_degree=2 reshard_interval=3",
+    "moved": "fssdp slots=2 overlap_degree=2 reshard_interval=2",
 }
 STATES = [(name, size) for name in STRATEGIES for size in (1, 2, 4) if (name, size) != ("moved", 1)]
 
@@ -39,7 +39,7 @@ CELLS = [("distributed", *writer, *reader) for writer in STATES for reader in ST
 
 
 class Shelf:
-    """Checkpoints of iteration 4 and reference runs; each is made once."""
+    """Checkpoints of iteration 3 and reference runs; each is made once."""
 
     def __init__(self, folder, data):
         self.folder, self.data = folder, data
@@ -66,7 +66,7 @@ class Shelf:
         return self._train(optimizer, "none", written_size, "")
 
     def read(self, cell):
-        """Load a checkpoint and continue to iteration 8."""
+        """Load a checkpoint and continue to iteration 6."""
         optimizer, writer, written_size, reader, size = cell
         more = "--no-load-optim" if (written_size == 1) != (size == 1) else ""
         folder = self.written(optimizer, writer, written_size)
@@ -93,5 +93,5 @@ def test_training_resumes_with_the_same_losses(cell, shelf):
     if (writer, reader) == ("moved", "moved") and size != written_size:
         for hint in ("owners", "loads"):
             assert sum(f"{hint} are not used" in message for message in rest.messages) == 1
-    assert len(rest.losses) == 8 - SAVED_AT
+    assert len(rest.losses) == 6 - SAVED_AT
     assert_close(rest, wanted, since=len(wanted.losses) - len(rest.losses))

@@ -12,8 +12,8 @@ from tests.support.training_preload import on_ranks
 from ..iterations.host_loops import Host
 
 NONE = ("none", {})
-MOVING = ("fssdp", {"slots": 2, "overlap_degree": 3, "reshard_interval": 3})
-TRAINED, MORE = 4, 2
+MOVING = ("fssdp", {"slots": 2, "overlap_degree": 3, "reshard_interval": 2})
+TRAINED, MORE = 3, 2
 FORMATS = ("fully_reshardable", "dp_reshardable")
 
 

@@ -80,7 +80,8 @@ def _compare(rank, row):
     ours.slot_layer.remap = lambda *routing: maps.append(remap(*routing)) or maps[-1]
     for layer in (stock, ours) if rank in row.silent else ():
         layer.route = partial(_select_nothing, layer)
-    for step in range(2):  # planned by the counts of the pass, and by the loads of the first one
+    # Replicas are planned by the counts of the pass, and by the loads of the first one. Others have no past.
+    for step in range(2 if "slots" in row.settings else 1):
         seed = ps.get_data_parallel_rank() if has_same else rank
         generator = torch.Generator().manual_seed(10 * step + seed)
         num_tokens = row.tokens[rank] if row.tokens else TOKENS

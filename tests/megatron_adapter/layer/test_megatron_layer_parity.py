@@ -91,28 +91,26 @@ def in_steps(group_size, more=None, **options):
 SEGMENTS = {"in_segments": True}
 NOT_REPLICATED = {"replicates": False}
 EXCHANGES = {
-    "once, 2 nodes of 2": once(0, 0, 1, 1),
-    "once, 1 node, top-4": once(0, 0, 0, 0, **TOP4),
-    "once, 4 nodes, top-4": once(0, 1, 2, 3, **TOP4),
-    "once, uneven nodes, top-4": once(0, 1, 1, 1, **TOP4),
+    "once, 1 node, capacity, top-4": once(0, 0, 0, 0, **CAPACITY, **TOP4),
+    "once, 4 nodes, segments, top-4": once(0, 1, 2, 3, **TOP4, more=SEGMENTS),
+    "once, uneven nodes, shared experts overlap, recomputed": once(
+        0, 1, 1, 1, **OVERLAPPED, **WHOLE_RECOMPUTED
+    ),
     "once, nodes that alternate, top-1": once(0, 1, 0, 1, **TOP1),
     "once, all experts": once(0, 0, 1, 1, moe_router_topk=8, more=NOT_REPLICATED),
     "once, one expert on a device": once(0, 0, 1, 1, num_moe_experts=4),
     "once, ranks without rows": once(0, 0, 1, 1, **NO_DROPS, more=UNEVEN_TOKENS),
     "once, nobody has rows": once(0, 0, 1, 1, **NO_DROPS, more={"silent": (0, 1, 2, 3), "replicates": False}),
-    "once, capacity, top-4": once(0, 0, 1, 1, **CAPACITY, **TOP4),
     "once, padded to the capacity": once(0, 0, 1, 1, **PADDED, more=NOT_REPLICATED),
-    "once, shared experts overlap, recomputed": once(0, 0, 1, 1, **OVERLAPPED, **WHOLE_RECOMPUTED),
-    "once, segments, top-4": once(0, 0, 1, 1, **TOP4, more=SEGMENTS),
     "once, bf16, top-4": once(0, 0, 1, 1, **BF16, **TOP4),
-    "groups of 2, top-1, recomputed": in_steps(2, **TOP1, **WHOLE_RECOMPUTED),
-    "one group": in_steps(4),
+    "groups of 2, top-1, shared experts overlap, recomputed": in_steps(
+        2, **TOP1, **OVERLAPPED, **WHOLE_RECOMPUTED
+    ),
+    "one group, capacity": in_steps(4, **CAPACITY),
     "groups of 1, grouped, activations recomputed, ranks without rows": in_steps(
         1, **GROUPED, **RECOMPUTED, **NO_DROPS, more=UNEVEN_TOKENS
     ),
-    "groups of 2, capacity": in_steps(2, **CAPACITY),
     "groups of 1, padded to the capacity": in_steps(1, **PADDED, more=NOT_REPLICATED),
-    "groups of 1, shared experts overlap, recomputed": in_steps(1, **OVERLAPPED, **WHOLE_RECOMPUTED),
     "groups of 2, segments, top-4": in_steps(2, **TOP4, more=SEGMENTS),
     "groups of 2, bf16": in_steps(2, **BF16),
 }
@@ -128,7 +126,6 @@ IN_STEPS = {"smart_schedule": True, "group_size": 1}
 TENSOR_PARALLEL = {
     "baseline, shared expert overlaps": parm("baseline", **OVERLAPPED),
     "baseline, split, top-1": parm("baseline", True, **TOP1),
-    "megatron, dropping": parm("megatron", **CAPACITY),
     "megatron, split, shared expert overlaps": parm("megatron", True, **OVERLAPPED),
     "s1, dropping, swiglu": parm("s1", **CAPACITY, **SWIGLU),
     "s1, split, padded to the capacity, recomputed": parm("s1", True, **PADDED, **WHOLE_RECOMPUTED),
@@ -142,10 +139,9 @@ TENSOR_PARALLEL = {
     "auto, split": parm("auto", True),
     "s1, replicas, shared expert overlaps": parm("s1", False, "scheduled", **OVERLAPPED),
     "s1, split, replicas": parm("s1", True, "scheduled"),
-    "megatron, replicas": parm("megatron", False, "scheduled"),
+    "megatron, replicas, dropping": parm("megatron", False, "scheduled", **CAPACITY),
     "replicas, recomputed": Row(WHOLE_RECOMPUTED, split=False),
-    "once, 2 nodes, top-4": Row(TOP4, settings={**ONCE, "nodes": 2}),
-    "once, dropping": once(**CAPACITY),
+    "once, 2 nodes, dropping, top-4": Row({**CAPACITY, **TOP4}, settings={**ONCE, "nodes": 2}),
     "once, shared expert overlaps": once(**OVERLAPPED),
     "once, segments, top-4": once(**TOP4, more=SEGMENTS),
     "whole experts with biases, s2, swiglu": parm("s2", **BIASES, **SWIGLU),

@@ -24,19 +24,19 @@ from ..training_run import add_to_logits, assert_close, note, slow, train, wrap
 EXAMPLE = "second_home"
 # Short intervals, so that everything happens in the run; a strategy without keys here runs with its defaults.
 KEYS = {
-    "fssdp": "slots=2 reshard_interval=3",
+    "fssdp": "slots=1 reshard_interval=2",
     "prophet": "left_out=1",
     "quota": "slots=2",
-    "smartmoe": "reshard_interval=3 window=3",
-    "flexmoe": "slots=2 placement_interval=3 window=3",
-    "auto": "choice_interval=3",
-    EXAMPLE: "threshold=1 swap_every=3",
+    "smartmoe": "reshard_interval=2 window=2",
+    "flexmoe": "slots=2 placement_interval=2 window=2",
+    "auto": "choice_interval=2",
+    EXAMPLE: "threshold=1 swap_every=2",
 }
 NAMES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None and name != EXAMPLE]
 IN_TURN = [f"{name} overlap=false" for name in NAMES if "overlap" in STRATEGIES[name].settings.model_fields]
 LINK = LinkCost(0.0, 1e-9)
 PROFILE = LayerProfile(1e-6, ClusterCost(LINK, LINK, 1e6, LINK), 300, 100, 50.0, 3)
-WORLD, NUM_ITERATIONS, MEASURED = 4, 7, 2
+WORLD, NUM_ITERATIONS, MEASURED = 4, 5, 1
 ARGUMENTS = f"{{EP4}} --train-iters {NUM_ITERATIONS}"
 TOPOLOGY = Topology.uniform(WORLD, 2)
 

@@ -148,7 +148,7 @@ def of_matrix(name, more):
 
 # A layout, what is called first, and the bound of losses in fp32.
 CASES = {
-    "combined schedule": (combined(Layout(2, 2, BATCH16, ADAPTIVE, num_iterations=4)), allow_fp32, 3e-5),
+    "combined schedule": (combined(Layout(2, 2, BATCH16, ADAPTIVE, num_iterations=3)), allow_fp32, 3e-5),
     **{
         f"combined schedule, {name}": (combined(layout), None if layout.is_half else allow_fp32, 3e-5)
         for name, layout in COMBINED.items()
@@ -204,7 +204,7 @@ def test_a_jump_in_one_copy_counts_for_all(text_data, tmp_path):
 LATE = "fssdp slots=2 overlap_degree=4 nodes=2 reshard_interval=2"
 REPEATED = {
     "rematerialized_balanced_bf16": Layout(
-        4, 4, f"--bf16 {DISTRIBUTED}", f"{LATE} rematerialize=true SHARES=exact", num_iterations=4
+        4, 4, f"--bf16 {DISTRIBUTED}", f"{LATE} rematerialize=true SHARES=exact", num_iterations=3
     ),
     "several_micro_batches": Layout(4, 4, BATCH16, LATE),
 }
