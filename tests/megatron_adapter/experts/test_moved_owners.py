@@ -77,7 +77,7 @@ def run(name, data, *, stock=False):
     if stock:
         chosen, strategy = [hook for hook in chosen if hook.startswith("freeze")], "none"
     # Clipping would divide by a norm, whose parts are summed in another order when experts have moved.
-    arguments = f"{arguments} --train-iters {4 if name in DEFAULT else 6} --clip-grad 0"
+    arguments = f"{arguments} --train-iters {3 if name in DEFAULT else 6} --clip-grad 0"
     return train(int(num_ranks), arguments, data, strategy=strategy, before=partial(call, chosen))
 
 

@@ -17,7 +17,7 @@ from ..iterations.host_loops import Host, assert_equal, swift, trained
 from ..training.parity.test_strategy_parity import cheap_links
 from ..training_run import note, relative_difference, rows, slow, train, wrap
 
-FLEXMOE = "flexmoe slots=2 placement_interval=2 window=2 FSSDP_PROFILE_ITERATIONS=1"
+FLEXMOE = "flexmoe slots=2 placement_interval=1 window=1 FSSDP_PROFILE_ITERATIONS=1"
 # Learning rate and weight decay change by schedule, and gradients are clipped.
 CHANGING = (
     "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay-incr-style linear --start-weight-decay 0.01 "
@@ -42,7 +42,7 @@ EXPERT = {"is_expert_parallel": True}  # of a parameter group
 def test_resident_replicas_stay_equal_to_their_owners(name, text_data):
     arguments, *adam = LAYOUTS[name]
     before = partial(compare_in_training, counts_in_groups=adam == ["counts in groups"])
-    run = train(4, f"{arguments} --train-iters 6", text_data, strategy=FLEXMOE, before=before)
+    run = train(4, f"{arguments} --train-iters 4", text_data, strategy=FLEXMOE, before=before)
     of_ranks = list({seen["rank"]: seen for seen in run.notes}.values())  # what each rank measured last
     assert len(of_ranks) == 4
     assert sum(seen["compared"] for seen in of_ranks) > 8, "there were hardly any replicas"

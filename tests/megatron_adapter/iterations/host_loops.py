@@ -11,7 +11,7 @@ from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 from ..layer.small_config import moe_config
 
-MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, EXPERTS = 3, 2, 16, 64, 8
+MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, EXPERTS = 2, 2, 16, 64, 8
 
 
 @dataclass
@@ -335,9 +335,15 @@ def trained(strategy, loop, num_iterations=3, **options):
     return host.results
 
 
-def train_under(rank, world_size, loop, strategies, options):
-    """Train in one process under one strategy after another, ``none`` first; each has a model of its own."""
-    return [trained(strategy, LOOPS[loop], **options) for strategy in (("none", {}), *strategies)]
+def train_under(rank, world_size, loops, strategies):
+    """Train in one process in loops with options, each under one strategy after another, ``none`` first.
+
+    Every training has a model of its own.
+    """
+    return {
+        loop: [trained(strategy, LOOPS[loop], **options) for strategy in (("none", {}), *strategies)]
+        for loop, options in loops.items()
+    }
 
 
 def assert_equal(ranks, names, groups=((0, 1),)):

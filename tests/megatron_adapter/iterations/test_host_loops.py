@@ -16,23 +16,22 @@ ALL += [(name, {}) for name in ("ep", "prophet", "fastermoe", "auto")]
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_trains_as_stock_megatron(loop):
-    compare(loop, [MOVING])
+def test_loops_train_as_stock_megatron():
+    compare({loop: OVERLAPS if loop == "nemo" else {} for loop in LOOPS}, [MOVING])
 
 
-@pytest.mark.parametrize(
-    "loop", ["nemo", *slow([loop for loop in LOOPS if loop not in ("nemo", "offloading")])]
-)
-def test_a_loop_that_overlaps_trains_as_stock_megatron(loop):
-    compare(loop, ALL if loop != "nemo" else [MOVING], **OVERLAPS)
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "offloading"])
+def test_a_loop_trains_as_stock_megatron_under_all_strategies(loop):
+    compare({loop: {} if loop == "nemo" else OVERLAPS}, ALL)
 
 
 @pytest.mark.parametrize("loop", ["by_hand", *slow([loop for loop in LOOPS if loop != "by_hand"])])
 def test_none_records_the_loads_of_a_loop(loop, tmp_path):
     names = ("none", "ep")
     strategies = [(name, {"record_dir": str(tmp_path / name)}) for name in names]
-    for stock, recorded, _ in run_megatron_ranks(train_under, 2, loop, strategies, {}, ep=2):
+    for of_loops in run_megatron_ranks(train_under, 2, {loop: {}}, strategies, ep=2):
+        stock, recorded, _ = of_loops[loop]
         assert (recorded.losses, recorded.norms) == (stock.losses, stock.norms)
         assert recorded.gradients == stock.gradients
     loads, wanted = (read_loads(tmp_path / name) for name in names)
@@ -42,12 +41,15 @@ def test_none_records_the_loads_of_a_loop(loop, tmp_path):
     np.testing.assert_array_equal(tokens_IL, wanted.counts_ILDE.sum(axis=(2, 3)))
 
 
-def compare(loop, strategies, **options):
-    ranks = run_megatron_ranks(train_under, 2, loop, strategies, options, ep=2)
-    assert_equal(ranks, [name for name, _ in strategies])
-    for _, *others in ranks:
-        for (name, settings), run in zip(strategies, others, strict=True):
-            if name == "fssdp":
-                assert run.replicas[-1] > 0
-                assert run.num_known > 0
-                assert any(run.moved) == ("reshard_interval" in settings)  # slime moves them back
+def compare(loops, strategies):
+    """Loops by name, with options of DDP."""
+    of_ranks = run_megatron_ranks(train_under, 2, loops, strategies, ep=2)
+    for loop in loops:
+        ranks = [of_loops[loop] for of_loops in of_ranks]
+        assert_equal(ranks, [f"{name}, {loop}" for name, _ in strategies])
+        for _, *others in ranks:
+            for (name, settings), run in zip(strategies, others, strict=True):
+                if name == "fssdp":
+                    assert run.replicas[-1] > 0
+                    assert run.num_known > 0
+                    assert any(run.moved) == ("reshard_interval" in settings)  # slime moves them back

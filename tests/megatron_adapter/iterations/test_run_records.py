@@ -163,7 +163,7 @@ def test_reshards_of_copies_are_recorded(text_data, tmp_path):
 
 
 def test_strategy_none_records_losses(text_data, tmp_path):
-    evaluating = "{EP2} --train-iters 3 --split 40,40,20 --eval-interval 2 --eval-iters 1"
+    evaluating = "{EP2} --train-iters 2 --split 40,40,20 --eval-interval 2 --eval-iters 1"
     stock = train(2, evaluating, text_data, strategy="none")
     run = train(2, evaluating, text_data, strategy=f"none record_dir={tmp_path}")
     assert_equal(run, stock)
@@ -187,7 +187,7 @@ def test_strategy_none_records_losses(text_data, tmp_path):
 def test_none_and_ep_record_the_same_loads(layout, num_ranks, text_data, tmp_path):
     for name in ("none", "ep"):
         train(
-            num_ranks, f"{layout} --train-iters 2", text_data, strategy=f"{name} record_dir={tmp_path / name}"
+            num_ranks, f"{layout} --train-iters 1", text_data, strategy=f"{name} record_dir={tmp_path / name}"
         )
     stock, ours = (load(tmp_path / name) for name in ("none", "ep"))
     # Routers of later iterations differ where ranks add gradients in another order.
@@ -211,9 +211,9 @@ def note_evaluations():
 
 
 def test_skipped_training_only_evaluates(text_data, tmp_path):
-    layout = "{EP2} --train-iters 4 --split 40,40,20 --eval-interval 100 --eval-iters 1 {TORCH_DIST}"
+    layout = "{EP2} --train-iters 3 --split 40,40,20 --eval-interval 100 --eval-iters 1 {TORCH_DIST}"
     moving, folder = "fssdp slots=2 reshard_interval=2", tmp_path / "checkpoints"
-    train(2, f"{layout} --save {folder} --save-interval 4", text_data, strategy=moving)
+    train(2, f"{layout} --save {folder} --save-interval 3", text_data, strategy=moving)
     losses = []
     for name in ("ep", moving):
         skipping = f"{layout} --skip-train --load {folder}"

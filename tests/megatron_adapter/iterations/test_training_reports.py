@@ -44,7 +44,7 @@ def test_a_line_during_the_training_and_one_at_its_end(text_data, tmp_path):
     ("strategy", "arguments", "said"),
     [
         ("ep", "{EP2} --train-iters 2 --moe-router-force-load-balancing", "so plain EP would do"),
-        ("fssdp FSSDP_PROFILE_ITERATIONS=1", "{EP2} --train-iters 4", "busiest device"),
+        ("fssdp FSSDP_PROFILE_ITERATIONS=1", "{EP2} --train-iters 2", "busiest device"),
     ],
 )
 def test_the_last_line_without_records(strategy, arguments, said, text_data):

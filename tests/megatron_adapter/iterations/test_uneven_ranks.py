@@ -16,7 +16,7 @@ from ..training_run import slow
 from .host_loops import BATCH, LENGTH, assert_equal, trained
 from .test_host_loops import MOVING, OVERLAPS
 
-ITERATIONS = 7
+ITERATIONS = 5
 STRATEGIES = [
     ("flexmoe", {"placement_interval": 1, "window": 1}),
     ("fssdp", {"reshard_interval": 2}),  # by measured costs

@@ -29,12 +29,6 @@ def late_reset(host, iteration):
     host.step(float(loss) + float(more))
 
 
-def first_forward_alone(host, iteration):
-    """A forward pass without a backward pass, in training mode, before gradients are set to zero."""
-    host.forward()
-    swift(host, iteration)
-
-
 def reading(host, iteration):
     """Nothing finalizes gradients, which the loop reads itself after each of two calls of the schedule."""
     host.reset()
@@ -45,7 +39,10 @@ def reading(host, iteration):
 
 
 def own_finalize(host, iteration):
-    """A function of the loop's own changes gradients before DDP reduces them."""
+    """A function of the loop's own changes gradients before DDP reduces them.
+
+    Before they are set to zero, there is a forward pass without a backward pass, in training mode.
+    """
     from megatron.core.distributed import finalize_model_grads
 
     def finalize(chunks, *args, **kwargs):
@@ -53,6 +50,7 @@ def own_finalize(host, iteration):
         finalize_model_grads(chunks, *args, **kwargs)
 
     host.config.finalize_model_grads_func = finalize
+    host.forward()
     swift(host, iteration)
 
 
@@ -60,11 +58,11 @@ def halving(host, iteration):
     """No schedule; gradients are changed after backward passes, in one iteration after each."""
     host.reset()
     loss = 0.0
-    for number in range(2):
+    for number in range(3):
         of_batch = host.forward()
         of_batch.backward()
         loss += float(of_batch)
-        if number or iteration == 2:
+        if number == 2 or iteration == 2:
             halve(host)
     host.finalize()
     host.step(loss)
@@ -202,32 +200,38 @@ def halve(host):
     host.results.gradients.append(host.gradients())
 
 
-QUOTA, FLEXMOE = ("quota", {"slots": 2}), ("flexmoe", {})
+QUOTA, FLEXMOE = ("quota", {"slots": 2}), ("flexmoe", {"placement_interval": 1, "window": 1})
 LOOPS = {
     late_reset: [MOVING],
-    first_forward_alone: [MOVING],
-    reading: [MOVING, FLEXMOE],
+    reading: [MOVING],
     own_finalize: [MOVING],
     in_parts: [MOVING],
     one_by_one: [MOVING],
     halving: [MOVING, FLEXMOE],
     crossed: [MOVING, QUOTA],
     # Weights are written while Parameters have the experts that their names mean.
-    averaged: [FSSDP, QUOTA],
+    averaged: [FSSDP],
     in_chunks: [FSSDP],
-    in_eval_mode: [MOVING, FLEXMOE],
+    in_eval_mode: [MOVING],
 }
 MORE = {
     late_reset: [QUOTA],
+    reading: [FLEXMOE],
     halving: [QUOTA],
     crossed: [FLEXMOE],
+    averaged: [QUOTA],
     in_chunks: [QUOTA],
+    in_eval_mode: [FLEXMOE],
 }
 
 
 def train_unusually(rank, world_size, table):
     """Stock Megatron's run, and that of each strategy, by loop."""
-    return {loop: [trained(strategy, loop) for strategy in (("none", {}), *table[loop])] for loop in table}
+    return {
+        # FlexMoE has replicas from the fourth iteration on.
+        loop: [trained(strategy, loop, 3 + (FLEXMOE in others)) for strategy in (("none", {}), *others)]
+        for loop, others in table.items()
+    }
 
 
 @pytest.mark.parametrize("table", [LOOPS, *slow([MORE])], ids=["loops", "more strategies"])
@@ -239,6 +243,7 @@ def test_unusual_loops_train_as_stock_megatron(table):
         for strategy, *runs in zip(strategies, *(others for _, *others in of_ranks), strict=True):
             assert min(run.num_known for run in runs) > 0
             assert strategy is not MOVING or all(run.moved[-1] for run in runs)
+            assert strategy is not FLEXMOE or all(run.replicas[-1] for run in runs), loop.__name__
 
 
 HOME = {"home between iterations", "copy at home", "reference at home"}
@@ -286,14 +291,16 @@ def refusals(rank, world_size):
         megatron_fssdp.attach(*strategy)
         host = Host(**options)
         host.model.train()
-        for iteration in range(num_iterations):
-            swift(host, iteration)
+        for _ in range(num_iterations):
+            host.reset()
+            host.step(host.passes(3 if strategy is FLEXMOE else 1))
         return host
 
     plain = host_of(("none", {}), 0)
-    host = host_of(MOVING, 4)
-    for iteration in range(4):  # A model that was wrapped under ``none`` goes on as Megatron's own.
-        swift(plain, iteration)
+    host = host_of(MOVING, 3)
+    for _ in range(3):  # A model that was wrapped under ``none`` goes on as Megatron's own.
+        plain.reset()
+        plain.step(plain.passes(1))
     assert plain.results.losses == pytest.approx(host.results.losses)
     # Copies by names, while experts are elsewhere.
     note("state_dict", host.model.state_dict)
@@ -314,7 +321,7 @@ def refusals(rank, world_size):
     while not said.get("gradients while experts move"):  # They are never set to zero.
         note("gradients while experts move", lambda: host.step(host.passes()))
     note("fssdp in eval mode", by_hand_in_eval_mode, host_of(MOVING, 2))
-    host = host_of(MOVING, 4)
+    host = host_of(MOVING, 3)
     write(host, [0.9 * parameter for parameter in host.gpt.parameters()])
     note("reference while away", host.log_probabilities)
     megatron_fssdp.restore_owners(host.model)
@@ -324,7 +331,7 @@ def refusals(rank, world_size):
     note("weights in an iteration", host.forward)
     note("adapters", train_adapters)
     note("adapters after DDP", train_late_adapters)
-    host = host_of(("flexmoe", {"placement_interval": 1, "window": 1}), 4)
+    host = host_of(FLEXMOE, 4)
     note("flexmoe in eval mode", by_hand_in_eval_mode, host)
     note("reference of residents", host_loops.slime, host, 4)
     note("parts of a step", in_parts, Host(), 0)
@@ -334,13 +341,13 @@ def refusals(rank, world_size):
         member.optimizer.__class__ = adam
     note("other optimizer", host.passes)
     whole = {"use_distributed_optimizer": False}
-    host = host_of(("flexmoe", {"placement_interval": 1, "window": 1}), 4, **whole)
+    host = host_of(FLEXMOE, 4, **whole)
     experts_of_first(host).requires_grad_(False)
     note("frozen where residents are", swift, host, 4)
     experts_of_first(host).requires_grad_(True)
     host.optimizer.load_state_dict(host.optimizer.state_dict())
     note("states of residents", swift, host, 4)
-    host = host_of(MOVING, 4, **whole)
+    host = host_of(MOVING, 3, **whole)
     note("states while away", host.optimizer.state_dict)
     experts_of_first(host).requires_grad_(False)
     note("frozen while away", swift, host, 4)

@@ -51,7 +51,7 @@ def test_commands_know_it(installed, tmp_path):
     """It is listed, simulated, and beats plain expert parallelism on one hot expert; reports show it."""
     words = ("--loads", "W3", "--cluster", "hpwnv", "--cluster-set", "num_nodes=8")
     parts = ("models/hecate-gpt-moe-s", "parallelism/hecate-a", "training/measure", "strategies/hecate")
-    job = (*(word for part in parts for word in ("--model", part)), "--iterations", 12)
+    job = (*(word for part in parts for word in ("--model", part)), "--iterations", 8)
     only = ["--moe-strategy-set", "fssdp=false"]
     out = tmp_path / "out"
     options = ("--strategies", f"ep,{NAME},auto", *only, "--out", out, "--no-plots")
