@@ -60,7 +60,7 @@ ROWS = rows(
         --lr 5e-3 | {REPLICAS} | halves
     """,
     OWNERS="fssdp slots=0 overlap_degree=0 reshard_interval=1",
-    REPLICAS="fssdp slots=2 overlap_degree=4 reshard_interval=2",
+    REPLICAS="fssdp slots=2 overlap_degree=4 reshard_interval=1",
     INSTANCES="--use-distributed-optimizer --num-distributed-optimizer-instances 2",
     # Parameters are gathered by bucket, and every layer's experts have their own bucket.
     BY_LAYER="{OVERLAPS} --ddp-bucket-size 8000",

@@ -13,6 +13,7 @@ LAYOUTS = layouts(
     """
     biases_aux_loss_every_other_layer | 2 2 | {EVERY_OTHER} {AUX_LOSS} --untie-embeddings-and-output-weights |
         slots=2 overlap_degree=3 FSSDP_CHECK_PLANS=1 | num_iterations=3
+        reshard_interval=1
     copies_overlaps_recomputed | 4 2 | {OVERLAPS} {RECOMPUTE} {GATED} | slots=2 overlap_degree=3
     tensor_parallel_whole_experts_rope | 4 4 | {TP2} {WHOLE_EXPERTS} --position-embedding-type rope {SHARED}
         {NO_BIAS} | slots=2 overlap_degree=2

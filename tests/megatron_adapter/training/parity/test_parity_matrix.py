@@ -51,8 +51,9 @@ LAYOUTS = layouts(
         overlap_degree=2 planner=hecate nodes=2 FSSDP_CHECK_PLANS=1
     pipeline_recomputed_rematerialized | 4 2 | {PP2} --num-layers 4 {RECOMPUTE} {BATCH16} {GATED}
         {DISTRIBUTED} | slots=3 overlap_degree=2 rematerialize=true planner=hecate FSSDP_PROFILE_ITERATIONS=1
-    interleaved_pipeline_expert_bias | 4 2 | {INTERLEAVED} {OVERLAPS} {EXPERT_BIAS} {BATCH16}
-        | slots=2 overlap_degree=2 planner=hecate FSSDP_PROFILE_ITERATIONS=1
+    interleaved_pipeline_expert_bias_not_aligned | 4 2 | {INTERLEAVED} {OVERLAPS} {EXPERT_BIAS} {BATCH16}
+        --no-align-grad-reduce --no-align-param-gather | slots=2 overlap_degree=2 planner=hecate
+        FSSDP_PROFILE_ITERATIONS=1
     pipeline_dense_first_stage | 4 2 | {PP2} --moe-layer-freq ([0]+[1]) {OVERLAPS} | slots=2 overlap_degree=2
         nodes=2
     recomputed_aux_loss_shared_expert | 4 4 | {RECOMPUTE} {AUX_LOSS} {SHARED} {NO_BIAS}
@@ -88,8 +89,6 @@ LAYOUTS = layouts(
         | slots=2 overlap_degree=3
     pipeline_multi_token_prediction_rematerialized | 4 2 | {PP2} {MTP} {GATED} {RECOMPUTE} | slots=2
         overlap_degree=2 rematerialize=true
-    interleaved_not_aligned | 4 2 | {INTERLEAVED} {OVERLAPS} --no-align-grad-reduce --no-align-param-gather
-        {BATCH16} | slots=2 overlap_degree=2
     """
 )
 # Some iterations of these are trained by default: they have the features in few and cheap layouts.
