@@ -55,12 +55,15 @@ TABLE = rows(
         --recompute-num-layers 1 | fssdp
     fssdp, MoE layers recomputed | {EP2} {RECOMPUTE_MOE} | fssdp
     prophet, split transfers | {EP2} {OVERLAP} | prophet
+    fastermoe, smart schedule | {EP2} {OVERLAP} | fastermoe smart_schedule=true
     quota, each micro-batch | {EP2} {OVERLAP} | quota
     pipeline with overlap | {EP2} {PP2} --num-layers 4 {OVERLAP} | fssdp
     interleaved pipeline, split transfers | {EP2} {INTERLEAVED} {OVERLAP} | prophet
     tensor and sequence parallel | {EP2} {TP2} | fssdp
     experts' tensor parallel | {EP2} {SEQUENCE_PARTS} {OVERLAP} | fssdp
     parm, baseline | {EP2} {SEQUENCE_PARTS} | parm schedule=baseline
+    parm, s1 | {EP2} {SEQUENCE_PARTS} | parm schedule=s1
+    parm, s2 | {EP2} {SEQUENCE_PARTS} | parm schedule=s2
     shared experts beside the exchange | {BESIDE} | fssdp
     shared experts beside the exchange, sequence parallel | {BESIDE} {TP2} | fssdp
     shared experts beside the deduplicated exchange | {BESIDE} | fssdp exchange=deduplicated nodes=2
