@@ -47,6 +47,7 @@ class Section:
     use_precision_aware_optimizer: bool = False
 
 
+@on_ranks(1)
 def test_a_hosts_settings_are_refused_as_they_will_be_when_its_model_joins():
     # Owners stay where somebody may read experts by name, so their optimizer may keep other states.
     host = SimpleNamespace(model=Section(use_precision_aware_optimizer=True))
@@ -57,6 +58,7 @@ def test_a_hosts_settings_are_refused_as_they_will_be_when_its_model_joins():
         megatron_fssdp.attach("smartmoe", host=host)
 
 
+@on_ranks(1)
 def test_what_megatron_bridge_writes_into_the_models_settings_counts():
     quantized, delayed = Section("e4m3", "mxfp8"), Section("e4m3")
     megatron_fssdp.attach("fssdp", host=SimpleNamespace(model=Section(), mixed_precision=quantized))
