@@ -14,7 +14,7 @@ from tests.support.training_preload import run_megatron_ranks
 
 from ..training_run import slow
 from .host_loops import BATCH, LENGTH, assert_equal, trained
-from .test_host_loops import MOVING, OVERLAPS
+from .test_host_loops import MOVING
 
 ITERATIONS = 5
 STRATEGIES = [
@@ -85,7 +85,8 @@ def test_groups_with_other_numbers_of_micro_batches_train_as_stock_megatron(tmp_
 
 @pytest.mark.parametrize("seed", slow(range(3)))
 def test_all_strategies_serve_groups_with_other_numbers_of_micro_batches(seed):
-    compare(seed, [MOVING, *STRATEGIES, *MORE], (), **OVERLAPS)
+    # With gathers of parameters beside forward passes, stock Megatron hangs: one group has no such pass.
+    compare(seed, [MOVING, *STRATEGIES, *MORE], (), overlap_grad_reduce=True)
 
 
 def compare(seed, strategies, groups, **options):
