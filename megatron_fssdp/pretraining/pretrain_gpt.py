@@ -33,12 +33,8 @@ from megatron_fssdp.pretraining.script_parts import built_datasets, refuse_argum
 _BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 # Arguments for other models, and for other kinds of training, which need other batches or losses.
-_SUPPORTED: dict[str, tuple[object, ...]] = {
-    **dict.fromkeys(
-        ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking"), (False,)
-    ),
-    "hybrid_layer_pattern": (None,),
-}
+_OFF = ("sft", "fim_data", "hybrid_context_parallel", "dataloader_inter_document_masking")
+_SUPPORTED: dict[str, tuple[object, ...]] = {**dict.fromkeys(_OFF, (False,)), "hybrid_layer_pattern": (None,)}
 
 
 def load_batch(samples: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:

@@ -84,12 +84,10 @@ def _read_array(path: Path) -> RecordedLoads:
             if counts.dtype.names is not None:
                 return read_loads(path)
         if counts.ndim not in (3, 4, 5) or counts.dtype.kind not in "iuf" or not counts.size:
-            kind = f"{counts.dtype} {list(counts.shape)}"
-            raise ValueError(f"got {kind}, wanted numbers {_SHAPES}")
-        if not (
-            counts.min() >= 0 and float(counts.max()) <= _MOST and np.all(counts == counts.astype(np.int32))
-        ):
-            raise ValueError(f"got {counts.min()} to {counts.max()}, wanted whole numbers from 0 to {_MOST}")
+            raise ValueError(f"got {counts.dtype} {list(counts.shape)}, wanted numbers {_SHAPES}")
+        least, most = float(counts.min()), float(counts.max())
+        if not (0 <= least <= most <= _MOST and np.all(counts == counts.astype(np.int32))):
+            raise ValueError(f"got {least:g} to {most:g}, wanted whole numbers from 0 to {_MOST}")
     except (PermissionError, ConfigurationError):
         raise
     except Exception as error:  # damaged files raise many kinds of errors in numpy
@@ -124,8 +122,7 @@ def _read_table(path: Path, num_experts: int) -> RecordedLoads:
                 iteration, layer, device, expert, tokens = (int(cells[name]) for name in _COLUMNS)
                 if expert >= num_experts:
                     raise ValueError(f"got expert {expert}, wanted 0 to {num_experts - 1} as in the model")
-                empty_E = np.full(num_experts, -1, np.int32)
-                counts_E = loads.setdefault((iteration, layer, device), empty_E)
+                counts_E = loads.setdefault((iteration, layer, device), np.full(num_experts, -1, np.int32))
                 if counts_E[expert] >= 0:
                     raise ValueError(f"got expert {expert} of this iteration and layer again, wanted one row")
                 counts_E[expert], highest = tokens, max(highest, expert)

@@ -47,8 +47,7 @@ def shown_runs(paths: Sequence[Path]) -> list[ShownRun]:
 def progress_of(run: RecordedRun) -> str:
     """Return how much of a run is recorded, such as ``5 of 400 iterations, interrupted``."""
     first, last, count = int(run.iterations[0]), int(run.iterations[-1]), len(run.iterations)
-    asked = run.asked_iterations
-    words = counted(count, "iteration")
+    asked, words = run.asked_iterations, counted(count, "iteration")
     if asked is not None and last < asked:
         age_s = time.time() - (run.path / METRICS_FILE).stat().st_mtime
         is_stopped = any(stop.startswith(f"{last}:") for stop in run.stops)
@@ -95,9 +94,9 @@ def comparison_table(runs: Sequence[ShownRun]) -> Table:
     for column in columns if not_comparable(runs) else ():
         column.update({label: "not comparable" for label in column if label.startswith("tokens/s")})
     labels = list(dict.fromkeys(label for column in sorted(columns, key=len)[::-1] for label in column))
-    rows = [(label, *(column.get(label, "–") for column in columns)) for label in labels]
     if losses_differ_because(runs):
-        rows = [row for row in rows if not row[0].startswith("loss")]
+        labels = [label for label in labels if not label.startswith("loss")]
+    rows = [(label, *(column.get(label, "–") for column in columns)) for label in labels]
     return Table(("", *(shown.name for shown in runs)), tuple(rows))
 
 
