@@ -5,7 +5,9 @@ reads its own command line, files and environment, and plans by them. Ranks that
 each other forever.
 """
 
+import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,10 +36,13 @@ from megatron_fssdp.strategies.auto.auto_strategy import selecting
 if TYPE_CHECKING:
     from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 
+logger = logging.getLogger(__name__)
+
 _MODEL = "model_of_fssdp"
 _built: weakref.WeakSet[Any] = weakref.WeakSet()  # Optimizers; those of a chained one are in it, too.
 _SIZES = ("num_experts", "num_layers", "hidden_size", "seq_length")
 _COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
+_TOLD_AFTER_S = 60.0  # that a rank waits for others
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,15 @@ def refused_together() -> Iterator[None]:
 
 def check_equal(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Refuse, on all ranks of a group, ranks with different facts. Collective."""
-    of_ranks = dict(zip(dist.get_process_group_ranks(group), of_all_ranks(facts, group), strict=True))
+    ranks = dist.get_process_group_ranks(group)
+    # A rank without a strategy never comes here, and NCCL would wait for it in silence.
+    said = f"[fssdp] rank {dist.get_rank()} waits for others of {len(ranks)} ranks, wanted the strategy on "
+    said += "all of them; attach it on every rank, or hand MEGATRON_FSSDP_STRATEGY to all of them"
+    waits = threading.Timer(_TOLD_AFTER_S, logger.warning, [said])
+    waits.daemon = True
+    waits.start()
+    of_ranks = dict(zip(ranks, of_all_ranks(facts, group), strict=True))
+    waits.cancel()
     lowest, first = next(iter(of_ranks.items()))
     # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.
     for name in dict.fromkeys(name for known in of_ranks.values() for name in known):

@@ -1,9 +1,15 @@
 """What one rank refuses, and ranks with different settings, end all ranks with one line."""
 
+import logging
 import os
+import time
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from tests.support.training_preload import on_ranks
 
 from ..training_run import train_on_all_ranks, wrap
 
@@ -52,3 +58,18 @@ def test_all_ranks_are_refused(before, more, message, text_data, tmp_path):
     runs = train_on_all_ranks(2, f"{SHORT} --moe-strategy fssdp {more}", text_data, **options)
     assert [run.exit_code for run in runs] == [2, 2]
     assert all(message in run.errors for run in runs)
+
+
+@on_ranks(2, ep=2)
+def test_a_rank_says_for_whom_it_waits():
+    """A host may hand the variables that attach a strategy to some of its workers only."""
+    from megatron_fssdp.megatron_adapter.iterations import host_settings
+
+    host_settings._TOLD_AFTER_S, heard = 0.5, BufferingHandler(99)
+    logging.getLogger("megatron_fssdp").addHandler(heard)
+    dist.barrier()
+    if is_late := dist.get_rank() == 1:
+        time.sleep(1.5)
+    host_settings.check_equal({"--moe-strategy": "fssdp"})
+    said = [record.getMessage().partition(",")[0] for record in heard.buffer]
+    assert said == ([] if is_late else ["[fssdp] rank 0 waits for others of 2 ranks"])
