@@ -153,7 +153,7 @@ class ResidentExperts:
     @property
     def holds_any(self) -> bool:
         """Whether a device of this pipeline stage holds a resident replica."""
-        return bool((self._map.expert_LDW != EMPTY).any())
+        return bool(self._owned.layers) and bool((self._map.expert_LDW != EMPTY).any())
 
     def _scale_and_note(self, scale_gradients: Callable[[Any], None], factor: float | torch.Tensor) -> None:
         # Under --calculate-per-token-loss, Megatron sums gradients over the data-parallel ranks and divides

@@ -146,7 +146,7 @@ class IterationDriver:
                 f"resident replicas: {changed}, wanted weights that only the optimizer changes; use another "
                 "--moe-strategy"
             )
-        if not slots.owners.is_even and (are_written or len(trained) > 1):
+        if slots.layers and not slots.owners.is_even and (are_written or len(trained) > 1):
             raise ConfigurationError(
                 f"re-sharding: {changed}, while Parameters hold other experts than their names say, wanted "
                 "this with experts at home; call megatron_fssdp.restore_owners(model) before, or "

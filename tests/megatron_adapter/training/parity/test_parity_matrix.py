@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ...training_run import BATCH16, BATCH32, GPT, assert_equal
+from ...training_run import BATCH16, BATCH32, GPT, assert_close, assert_equal, train
 from .comparison import against_stock, layouts, trained
 
 LAYOUTS = layouts(
@@ -104,6 +104,14 @@ def test_losses_equal_stock_megatron(name, text_data, tmp_path):
     arguments = LAYOUTS[name].arguments.replace(BATCH16, "").replace(BATCH32, BATCH16)
     layout = replace(LAYOUTS[name], num_iterations=3, reshard_interval=1, arguments=arguments)
     compare(layout, text_data, tmp_path, plain=layout.num_ranks == 2)
+
+
+def test_a_pipeline_stage_may_have_no_experts(text_data):
+    arguments = "{PP2} {EP2} --moe-layer-freq ([0]+[1]) --train-iters 4"
+    stock = train(4, arguments, text_data, strategy="none")
+    flexmoe = "flexmoe placement_interval=1 window=1 FSSDP_PROFILE_ITERATIONS=1"
+    for strategy in ("fssdp reshard_interval=1", flexmoe):
+        assert_close(train(4, arguments, text_data, strategy=strategy), stock)
 
 
 @pytest.mark.slow
