@@ -134,8 +134,10 @@ def check_equal(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -
     waits = threading.Timer(_TOLD_AFTER_S, logger.warning, [said])
     waits.daemon = True
     waits.start()
-    of_ranks = dict(zip(ranks, of_all_ranks(facts, group), strict=True))
-    waits.cancel()
+    try:
+        of_ranks = dict(zip(ranks, of_all_ranks(facts, group), strict=True))
+    finally:
+        waits.cancel()
     lowest, first = next(iter(of_ranks.items()))
     # Other strategies have other settings, so a rank may lack a fact. The strategy is the first fact.
     for name in dict.fromkeys(name for known in of_ranks.values() for name in known):
