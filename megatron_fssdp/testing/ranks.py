@@ -227,6 +227,7 @@ def _be_rank(rank: int, job: _Job, end_s: float, listener: socket.socket, caller
         serves: dict[str, Any] = {"is_master": rank == 0, "master_listen_fd": listener.detach()}
         store = dist.TCPStore(host, port, job.world_size, timeout=limit, wait_for_workers=False, **serves)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=limit)
+        dist.barrier()  # gloo fails on a rank whose peer destroys the group before both have connected
         function, arguments = pickle.loads(job.call)
         result = pickle.dumps(function(rank, job.world_size, *arguments))
         (job.folder / f"{rank}.result").write_bytes(result)
