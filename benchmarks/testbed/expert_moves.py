@@ -75,7 +75,7 @@ class ExpertMoves:
         for index, layer in enumerate(layers):
             owned = new.slots_on(self._device, index)
             tensors = {expert: self._slots[slot] for expert, slot in owned.items()}
-            layer.lifecycle.own(new.device_LE[index], tensors, self._layout)
+            layer.own(new.device_LE[index], tensors, self._layout)
 
     def _replicate(self, placements: Sequence[ExpertPlacement]) -> None:
         layers = self._runtime.layers
@@ -85,9 +85,7 @@ class ExpertMoves:
         for index, (layer, placement) in enumerate(zip(layers, placements, strict=True)):
             first = self._owners.slots_per_device + index * new.slots
             held = new.held_by(self._device, index)
-            layer.lifecycle.keep(
-                placement, {expert: self._slots[first + slot] for expert, slot in held.items()}
-            )
+            layer.keep(placement, {expert: self._slots[first + slot] for expert, slot in held.items()})
 
     def _exchange(self, moves: Sequence[SlotMove], *, are_copies: bool = False) -> None:
         exchange_slots(self._group, moves, self._quantities, are_copies=are_copies)

@@ -18,7 +18,7 @@ from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import transfer_traffic
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts, ParametersByExpert
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.pass_binder import SlotPass
@@ -50,9 +50,9 @@ class SlotStack(LayerStack):
         self._ran: list[list[LayerPlan]] = [[] for _ in parameters]  # by each layer's forward passes
         for number, of_layer in enumerate(parameters):
             context = LayerContext(number + 1, owner_E, groups.topology, profile)
-            # On every rank, not only on the first.
-            on_pass = partial(self._passes.__setitem__, number)
-            self.runtime.add_layer(context, groups, of_layer, on_pass=on_pass, measures=True)
+            experts, on_pass = LocalExperts("", of_layer), partial(self._passes.__setitem__, number)
+            layer = self.runtime.add_layer(context, groups, experts, on_pass=on_pass)
+            layer.local.journal = []  # On every rank, not only on the first.
         self._moves = ExpertMoves(self.runtime)
         self._num_done = 0
 

@@ -16,7 +16,7 @@ from devtools.measured_profile import CHEAP_TO_MOVE as PROFILE
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
+from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
@@ -73,9 +73,12 @@ class RankLayer:
         self.slots = runtime.add_layer(
             LayerContext(number, owner_E, self.groups.topology, profile),
             self.groups,
-            self.parameters,
+            LocalExperts(
+                f"layer {number}",
+                self.parameters,
+                **({"await_parameters": self.arrive} if case.late else {}),
+            ),
             on_pass=self._bind,
-            **({"await_parameters": self.arrive} if case.late else {}),
         )
         self._dispatchers = {}
         self._arriving = []
@@ -109,7 +112,7 @@ class RankLayer:
 
     def move(self, owner_E):
         self.parameters = self._own(owner_E)
-        self.slots.lifecycle.own(owner_E, self.parameters, self._layout())
+        self.slots.own(owner_E, self.parameters, self._layout())
 
     def keep(self, strategy, number):
         context = self.slots.local.context
@@ -117,7 +120,7 @@ class RankLayer:
         own = {e: p for e, p in self.parameters.items() if context.owner_E[e] == self.groups.device}
         replicas = {e: self.make(e) for e in placement.experts_on(self.groups.device) if e not in own}
         self.parameters = {**own, **replicas}
-        self.slots.lifecycle.keep(placement, replicas)
+        self.slots.keep(placement, replicas)
 
     def leave(self):
         """Take the Parameters' values away until :meth:`arrive`, which makes every early read visible."""

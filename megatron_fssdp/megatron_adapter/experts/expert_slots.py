@@ -191,7 +191,7 @@ class ExpertSlots:
         for index, (layer, experts) in enumerate(zip(self.layers, self._experts, strict=True)):
             owned = owners.slots_on(layer.groups.device, index)
             parameters = {expert: slots[slot] for expert, slot in owned.items()}
-            layer.lifecycle.own(owners.device_LE[index], parameters, layout)
+            layer.own(owners.device_LE[index], parameters, layout)
             experts.share_modules(self._experts)
             gradient_sync.belong_to(layer, chain.from_iterable(parameters.values()))
         self._owners = owners

@@ -32,6 +32,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.wrapping import wrap
+from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 _SLOT, _LAYERS = "slot_of_fssdp", "layers_of_fssdp"
@@ -193,13 +194,14 @@ def _is_home(group: Any) -> bool:
     # The interleaved schedule reduces a model chunk when its own backward passes are over. A Parameter that
     # holds an expert of another chunk gets its gradient later; only the end of all passes is late enough.
     return all(
-        layer.gradients.is_home and (layer is registered_in or _chunk(layer) is _chunk(registered_in))
+        layer.gradients.is_home
+        and (layer is registered_in or _first(layer.passes) is _first(registered_in.passes))
         for layer, registered_in in _layers(group)
     )
 
 
-def _chunk(layer: SlotLayer) -> SlotLayer:
-    # A model chunk is known by its first MoE layer.
-    while not layer.local.is_first and layer.before is not None:
-        layer = layer.before
-    return layer
+def _first(passes: LayerPasses) -> LayerPasses:
+    """Those of the first MoE layer of the model chunk, by which it is known."""
+    while not passes.local.is_first and passes.before is not None:
+        passes = passes.before
+    return passes

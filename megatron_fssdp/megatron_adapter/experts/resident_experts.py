@@ -147,7 +147,7 @@ class ResidentExperts:
         for index, (layer, placement) in enumerate(zip(self._owned.layers, placements, strict=True)):
             slot_of = new.held_by(layer.groups.device, index)
             own = self.parameters[index * new.slots :]
-            layer.lifecycle.keep(placement, {expert: own[slot] for expert, slot in slot_of.items()})
+            layer.keep(placement, {expert: own[slot] for expert, slot in slot_of.items()})
         return report
 
     @property

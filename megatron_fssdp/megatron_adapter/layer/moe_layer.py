@@ -34,6 +34,7 @@ from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import Topology
 from megatron_fssdp.megatron_adapter.support.limits import slot_multiple
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.planning.placement.placement import even_owners
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
@@ -77,9 +78,12 @@ class StrategyMoELayer(MoELayer):
         self.slot_layer = session.runtime.add_layer(
             context,
             groups,
-            dict(zip(self.local_expert_indices, local, strict=True)),
-            await_parameters=self._await_parameters,
-            await_gradients=gradient_sync.await_gradients,
+            LocalExperts(
+                f"layer {context.layer}",
+                dict(zip(self.local_expert_indices, local, strict=True)),
+                await_parameters=self._await_parameters,
+                await_gradients=gradient_sync.await_gradients,
+            ),
             on_pass=self._bind,
             on_home=gradient_sync.start_waiting,
             least_slots=session.least_slots(settings),

@@ -10,13 +10,23 @@ from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
 from megatron_fssdp.runtime.layers.slot_counts import SlotCounts
+from megatron_fssdp.runtime.slots.autograd_points import in_backward
 
 
 class LayerLifecycle:
-    """The iterations of one layer; owners, resident replicas and costs change only between them."""
+    """The parts of one layer and its iterations; owners and resident replicas change only between them."""
 
     def __init__(self, passes: LayerPasses, gradients: HomeGradients, counts: SlotCounts) -> None:
         self.passes, self.gradients, self.counts, self.local = passes, gradients, counts, passes.local
+        self.groups, self.clock, self.history = self.local.groups, self.local.clock, self.local.history
+        self.is_counted = False  # the running forward pass
+
+    def prepare_capture(self, *, training: bool) -> None:
+        """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses."""
+        self.is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
+        self.passes.choose_to_capture(is_counted=self.is_counted)
+        if self.is_counted:
+            self.counts.open(self.passes.in_use, None)
 
     def own(self, owner_E: np.ndarray, parameters: ParametersByExpert, layout: ExpertLayout) -> None:
         """Set new owners, int64 ``[E]``, without resident replicas.
@@ -24,9 +34,8 @@ class LayerLifecycle:
         A rank that owns no expert, and thus has no ``parameters``, needs the layout.
         """
         self.drop_plan()
-        self.local.experts = replace(
-            self.local.experts, parameters=parameters, residents={}, told_layout=layout
-        )
+        told = {"told_layout": layout, "told_device": self.local.experts.device}
+        self.local.experts = replace(self.local.experts, parameters=parameters, residents={}, **told)
         self.local.context = replace(self.local.context, owner_E=owner_E, resident=None)
 
     def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:

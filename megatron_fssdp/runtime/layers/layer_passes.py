@@ -37,7 +37,7 @@ class LayerPasses:
         on_pass: Callable[[SlotPass], object],
     ) -> None:
         self.local, self._planner, self._binder = local, planner, binder
-        self._binder_outside, self._before, self.on_pass = binder_outside, before, on_pass
+        self._binder_outside, self.before, self.on_pass = binder_outside, before, on_pass
         self.shared: SlotPass | None = None  # of the iteration, once it is planned
         self.own: list[SlotPass] = []  # of single micro-batches, whose gradients are not home
         self.in_use: SlotPass  # of the running forward pass, from :meth:`choose` on
@@ -126,7 +126,7 @@ class LayerPasses:
 
     def prefetch_before(self) -> None:
         """Gather the weights of the layer before again, beside the compute between the layers."""
-        shared = None if self._before is None or self.local.is_first else self._before.shared
+        shared = None if self.before is None or self.local.is_first else self.before.shared
         transfers = None if shared is None else shared.transfers
         if transfers is not None and transfers.plan.rematerialize and transfers.plan.gather_ahead:
             transfers.prefetch(backward=True)

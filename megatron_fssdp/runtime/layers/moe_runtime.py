@@ -12,10 +12,9 @@ from megatron_fssdp.collectives.gathered_counts import start_counts
 from megatron_fssdp.collectives.messages import wait_for
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.runtime.clocks.pass_timer import PassTimer
-from megatron_fssdp.runtime.experts.expert_layout import LocalExperts, ParametersByExpert
+from megatron_fssdp.runtime.experts.expert_layout import LocalExperts
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
-from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
 from megatron_fssdp.runtime.layers.layer_planner import LayerPlanner
@@ -61,35 +60,21 @@ class MoERuntime:
         self,
         context: LayerContext,
         groups: ExpertGroups,
-        parameters: ParametersByExpert,
+        experts: LocalExperts,
         *,
-        await_parameters: Callable[[], object] = lambda: None,
-        await_gradients: Callable[[], object] = lambda: None,
         on_pass: Callable[[SlotPass], object] = lambda slot_pass: None,
         on_home: Callable[[], object] = lambda: None,
         least_slots: int = 0,
         slot_multiple: int = 1,
-        measures: bool = False,
     ) -> SlotLayer:
         """Register a layer; layers must be added in the same order on every rank.
 
-        The arguments are those of the layer's parts: :class:`LocalExperts`, :class:`LayerPasses`,
-        :class:`HomeGradients` and :class:`PassBinder`. A layer that ``measures`` does so on this rank in any
-        case.
+        The keywords are those of the layer's parts: :class:`LayerPasses`, :class:`HomeGradients` and
+        :class:`PassBinder`.
         """
-        name, device = f"layer {context.layer}", next((ps[0].device for ps in parameters.values()), None)
-        experts = LocalExperts(
-            name,
-            parameters,
-            await_parameters=await_parameters,
-            await_gradients=await_gradients,
-            told_device=device,
-        )
         before, group = self.layers[-1] if self.layers else None, groups.everyone or groups.expert_parallel
         # Every rank of the group has the loads of the whole group, so only one computes the report.
-        journal: list[TransferTimer] | None = (
-            [] if measures or (self.measure and groups.device == 0) else None
-        )
+        journal: list[TransferTimer] | None = [] if self.measure and groups.device == 0 else None
         common = self.strategy, self.clock, self.timer
         local = LocalLayer(context, groups, experts, *common, is_first=before is None, journal=journal)
         checks = {"shares_plans": self.strategy.shares_plans, "checks_plans": self.check_plans}
@@ -100,8 +85,11 @@ class MoERuntime:
         passes = LayerPasses(local, planner, inside, outside, before.passes if before else None, on_pass)
         gradients = HomeGradients(local, passes, on_home)
         counts = SlotCounts(local, measures_spread=self.measure)
-        self.layers.append(SlotLayer(LayerLifecycle(passes, gradients, counts), before))
-        return self.layers[-1]
+        layer = SlotLayer(passes, gradients, counts)
+        if before is not None:
+            before.following = layer
+        self.layers.append(layer)
+        return layer
 
     def begin_iteration(self, num_micro_batches: int = 0, iteration: int | None = None) -> None:
         """Mark the start of an iteration; its plans are made from the loads of earlier iterations.
@@ -136,12 +124,12 @@ class MoERuntime:
             self.clock.driven, self.clock.trains = before
             if not self.clock.is_open:
                 for layer in self.layers:
-                    layer.lifecycle.reset()
+                    layer.reset()
 
     def drop_plans(self) -> None:
         """Forget the plans that an evaluation has made, because what they depend on changes."""
         for layer in self.layers:
-            layer.lifecycle.drop_plan()
+            layer.drop_plan()
 
     def reset_gradients(self) -> None:
         """Drop gradients, counts and weights of an iteration that was not ended; its plans stay."""
@@ -149,7 +137,7 @@ class MoERuntime:
             of_group.drop()
         self._counts.clear()
         for layer in self.layers:
-            layer.lifecycle.reset()
+            layer.reset()
         self.timer.stop()
         self.clock.is_open = self.clock.driven = self.clock.trains = False
 
@@ -178,7 +166,7 @@ class MoERuntime:
             of_group.take()
         self.clock.is_open = self.clock.driven = self.clock.trains = False
         self.timer.stop()
-        loads = [layer.lifecycle.end_iteration() for layer in self.layers]
+        loads = [layer.end_iteration() for layer in self.layers]
         self.clock.num_micro_batches, self.clock.iteration = 0, None
         return loads
 

@@ -29,17 +29,10 @@ from megatron_fssdp.runtime.layers.layer_lifecycle import LayerLifecycle
 from megatron_fssdp.runtime.slots.autograd_points import call_in_backward, in_backward
 
 
-class SlotLayer:
-    """The passes of a layer on this rank. All ranks of its groups call its methods in the same order."""
+class SlotLayer(LayerLifecycle):
+    """A layer on this rank. All ranks of its groups call its methods in the same order."""
 
-    def __init__(self, lifecycle: LayerLifecycle, before: "SlotLayer | None" = None) -> None:
-        self.lifecycle, self.local = lifecycle, lifecycle.local
-        self.passes, self.gradients, self.counts = lifecycle.passes, lifecycle.gradients, lifecycle.counts
-        self.groups, self.clock, self.history = self.local.groups, self.local.clock, self.local.history
-        self.before, self.following = before, None  # MoE layers of this rank
-        if before is not None:
-            before.following = self
-        self.is_counted = False  # the running forward pass
+    following: "SlotLayer | None" = None  # the next MoE layer of this rank
 
     def mark(self, tensor: Tensor, forward: Part | None, backward: Part | None) -> None:
         """Mark a border between two parts of a pass, if they are measured (:meth:`PassTimer.border`)."""
@@ -68,13 +61,6 @@ class SlotLayer:
         # Transfers that may not run beside the dispatch end here.
         if (transfers := self.passes.in_use.transfers) is not None and not transfers.plan.gather_ahead:
             transfers.await_weights()
-
-    def prepare_capture(self, *, training: bool) -> None:
-        """Provide the slots for a CUDA graph that is captured: its tensors keep their addresses."""
-        self.is_counted = training and not in_backward()  # Graphs of evaluations are other ones.
-        self.passes.choose_to_capture(is_counted=self.is_counted)
-        if self.is_counted:
-            self.counts.open(self.passes.in_use, None)
 
     def remap[Map: (Tensor, None)](self, routing_map: Map, probs: Tensor) -> tuple[Map, Tensor]:
         """From map and probabilities of experts, ``[T, E]``, to those of slots, ``[T, W]``."""

@@ -39,7 +39,7 @@ def test_a_graph_of_preprocessing_counts_each_iteration_anew():
     """Replay it twice in each of two iterations."""
     layer, hidden = _captured_layer()
     slots, clock, dispatcher = layer.slot_layer, layer.slot_layer.clock, layer.token_dispatcher
-    slots.lifecycle.reset()
+    slots.reset()
     sums = slots.counts._rows_W[0], slots.counts._spread.sums
     addresses = set()
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_a_graph_of_preprocessing_counts_each_iteration_anew():
         addresses.add((slots.counts._rows_W[0].data_ptr(), slots.counts._spread.sums.data_ptr()))
         assert shared[0] == shared[-1] == 2 * TOKENS
         slots.gradients.finish()
-        slots.lifecycle.end_iteration()
+        slots.end_iteration()
     assert len(addresses) == 1
 
 
@@ -91,7 +91,7 @@ def test_a_graph_of_preprocessing_keeps_its_table_while_plans_change():
         assert torch.equal(got, wanted)
         wanted.sum().backward()
         slots.gradients.finish()
-        slots.lifecycle.end_iteration()
+        slots.end_iteration()
     assert len(plans) > 1
 
 

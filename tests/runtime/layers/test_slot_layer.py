@@ -161,7 +161,7 @@ def test_a_gather_that_delays_the_dispatch_is_exposed():
     layer.local.timer._marks += [(forward, "dispatch", 10.0), (forward, "experts", 14.0), (None, None, 15.0)]
     layer.local.journal += [TransferTimer(True, 0, 8.0, 11.5), TransferTimer(False, 0, 10.0, 12.0)]
     layer.local.timer.stop()
-    load = layer.lifecycle.end_iteration()
+    load = layer.end_iteration()
     assert (load.spag_exposed_s, load.sprs_exposed_s) == (1.5, 0.0)
     assert (load.forward.dispatch_s, load.forward.experts_s) == (2.5, 1.0)
 
