@@ -6,6 +6,7 @@ Shape letters: M model dimension, F FFN dimension.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import torch
 
@@ -64,31 +65,30 @@ class LocalExperts:
     """The Parameters of the experts of one layer on this rank.
 
     Megatron registered those of owned experts; this class only refers to them. A rank that owns no expert
-    must be told the layout and the device.
+    must be ``told`` the layout and the device.
     """
 
     name: str  # name of the layer in error messages
     parameters: ParametersByExpert  # of the experts that this rank owns, ascending
     residents: ParametersByExpert = field(default_factory=dict)  # of this rank's resident replicas
-    told_layout: ExpertLayout | None = None
+    told: tuple[ExpertLayout, torch.device] | None = None
     # Returns when the Parameters have the values of the last optimizer step. Whoever reads them in a forward
     # pass calls it first: Megatron's distributed optimizer may gather Parameters as late as there.
     await_parameters: Callable[[], object] = lambda: None
     # Orders the current stream behind all that autograd, perhaps on another one, has added to gradients of
     # owned experts. Whoever reads or adds to these gradients in a backward pass calls it first.
     await_gradients: Callable[[], object] = lambda: None
-    told_device: torch.device | None = None
 
     def layout(self) -> ExpertLayout:
         """Shapes of one expert's tensors.
 
         Raises:
-            ValueError: The experts have several layouts, or there is no expert and no ``told_layout``.
+            ValueError: The experts have several layouts, or there is no expert and none was told.
         """
         # The layout is not cached, because a model can be converted to another dtype after it is built.
         layouts = {ExpertLayout.of(tensors) for tensors in self.parameters.values()}
-        if self.told_layout is not None:
-            layouts.add(self.told_layout)
+        if self.told is not None:
+            layouts.add(self.told[0])
         if len(layouts) != 1:
             raise ValueError(
                 f"{self.name}: got {len(layouts)} expert layouts {sorted(map(str, layouts))}, wanted one for "
@@ -104,7 +104,7 @@ class LocalExperts:
     @property
     def device(self) -> torch.device:
         """Device of the experts' tensors."""
-        first = next(iter(self.parameters.values()), None)
-        if first is not None:
-            return first[0].device
-        return self.told_device or torch.device("cpu")
+        first = next(chain.from_iterable(self.parameters.values()), None)
+        if first is None:
+            return torch.device("cpu") if self.told is None else self.told[1]
+        return first.device

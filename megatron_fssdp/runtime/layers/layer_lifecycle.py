@@ -34,8 +34,9 @@ class LayerLifecycle:
         A rank that owns no expert, and thus has no ``parameters``, needs the layout.
         """
         self.drop_plan()
-        told = {"told_layout": layout, "told_device": self.local.experts.device}
-        self.local.experts = replace(self.local.experts, parameters=parameters, residents={}, **told)
+        experts = self.local.experts
+        told = layout, experts.device
+        self.local.experts = replace(experts, parameters=parameters, residents={}, told=told)
         self.local.context = replace(self.local.context, owner_E=owner_E, resident=None)
 
     def keep(self, placement: ExpertPlacement, residents: ParametersByExpert) -> None:
