@@ -1,7 +1,8 @@
 """Point-to-point messages between the ranks of a group."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import cast
 from weakref import WeakSet
 
 import torch
@@ -9,34 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 _connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
-
-
-class Posting(NamedTuple):
-    """A message to post: a contiguous tensor to send to a peer, by its rank in the group, or to fill from it.
-
-    NCCL ignores the tag, and matches messages by their order between two ranks.
-    """
-
-    is_receive: bool
-    tensor: Tensor
-    peer: int
-    tag: int
-
-
-def post(messages: Sequence[Posting], group: dist.ProcessGroup, *, in_batch: bool) -> list[dist.Work]:
-    """Start messages together, and return a work handle for each of them."""
-    # NCCL needs the sends and receives of a step in one batch, because it matches them by their order. Gloo
-    # has no batches, and single messages cost the host less time.
-    if not in_batch:
-        started = [
-            dist.irecv(tensor, group=group, tag=tag, group_src=peer)
-            if is_receive
-            else dist.isend(tensor, group=group, tag=tag, group_dst=peer)
-            for is_receive, tensor, peer, tag in messages
-        ]
-        return [work for work in started if work is not None]  # None is for ranks outside the group.
-    works = _batch(messages, group)
-    return works if len(works) == len(messages) else works[:1] * len(messages)
 
 
 def start_exchange(
@@ -49,34 +22,46 @@ def start_exchange(
 
     Each message is the other rank in the group and a contiguous tensor to send or to fill. Messages of two
     ranks are matched by their order. Exchanges that run at the same time need different tags. The result is
-    the operations to wait for before received tensors are read, then the rest; NCCL has one for the batch.
+    the operations to wait for before received tensors are read, then those of sent ones. Each has one for
+    every message to another rank; NCCL's are the same for all.
     """
     own = group.rank()
     kept = [[x for rank, x in messages if rank == own] for messages in (sent, received)]
     for x, memory in zip(*kept, strict=True):
         memory.copy_(x)
-    messages = [
-        Posting(is_receive, x, rank, tag)
-        for is_receive, some in ((True, received), (False, sent))
-        for rank, x in some
-        if rank != own and x.numel()  # NCCL refuses empty ones.
+    receives, sends = (
+        [(rank, x) for rank, x in messages if rank != own and x.numel()]  # NCCL refuses empty ones.
+        for messages in (received, sent)
+    )
+    if not any(x.device.type == "cuda" for _, x in (*receives[:1], *sends[:1])):
+        # Gloo has no batches, and single messages cost the host less time.
+        arriving = [dist.irecv(x, group=group, tag=tag, group_src=rank) for rank, x in receives]
+        leaving = [dist.isend(x, group=group, tag=tag, group_dst=rank) for rank, x in sends]
+        return cast(list[dist.Work], arriving), cast(list[dist.Work], leaving)
+    # NCCL matches sends and receives by their order, so it needs them in one batch.
+    operations = [
+        dist.P2POp(kind, x, group=group, tag=tag, group_peer=rank)
+        for kind, messages in ((dist.irecv, receives), (dist.isend, sends))
+        for rank, x in messages
     ]
-    works = _batch(messages, group)
-    num_received = sum(message.is_receive for message in messages)
-    return works[:num_received], works[num_received:]
+    works = dist.batch_isend_irecv(operations)
+    works = works if len(works) == len(operations) else works[:1] * len(operations)
+    return works[: len(receives)], works[len(receives) :]
 
 
 def exchange(
-    sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: dist.ProcessGroup
+    sent: Sequence[tuple[int, Tensor]],
+    received: Sequence[tuple[int, Tensor]],
+    group: dist.ProcessGroup,
+    tag: int = 0,
 ) -> None:
     """:func:`start_exchange`, and wait for all messages."""
-    for works in start_exchange(sent, received, group):
-        wait_for(works)
+    wait_for(chain(*start_exchange(sent, received, group, tag)))
 
 
 def wait_for(works: Iterable[dist.Work]) -> None:
     """Wait until all of these operations are complete; on CUDA the current stream waits, not the host."""
-    for work in works:
+    for work in dict.fromkeys(works):
         work.wait()
 
 
@@ -95,11 +80,3 @@ def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> None:
     sent, received = torch.zeros(1, device=device), torch.empty(num_ranks, device=device)
     exchange([(peer, sent) for peer in others], [(peer, received[peer : peer + 1]) for peer in others], group)
     torch.cuda.current_stream(device).synchronize()
-
-
-def _batch(messages: Sequence[Posting], group: dist.ProcessGroup) -> list[dist.Work]:
-    operations = [
-        dist.P2POp(dist.irecv if is_receive else dist.isend, tensor, group=group, tag=tag, group_peer=peer)
-        for is_receive, tensor, peer, tag in messages
-    ]
-    return dist.batch_isend_irecv(operations) if operations else []

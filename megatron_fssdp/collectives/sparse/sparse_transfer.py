@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.messages import Posting, connect_pairs, post, wait_for
+from megatron_fssdp.collectives.messages import connect_pairs, start_exchange, wait_for
 from megatron_fssdp.collectives.sparse.peer_memory import NO_PUTS, WeightPuts
 from megatron_fssdp.collectives.sparse.transfer_cargo import (
     Arrivals,
@@ -173,7 +173,7 @@ class SparseTransfer:
 
     def _steps(self, cargo: GatherCargo, num_chunks: int, puts: WeightPuts) -> Steps:
         """Post the steps in order, and wait only for what the next messages to pass on need."""
-        operation, tag = ("SparseAllGather", 0) if cargo.is_gather else ("SparseReduceScatter", 1)
+        operation = "SparseAllGather" if cargo.is_gather else "SparseReduceScatter"
         # Experts whose messages a device has to receive before it sends its own.
         passed_on = self._passed_on if cargo.is_gather else set(self.received_experts)
         with naming_failures(f"{operation} of {self._name}"):
@@ -205,11 +205,12 @@ class SparseTransfer:
                 arriving.append(both)
                 sends = steps[t].sends if 0 <= t < len(steps) else []
                 outgoing = cargo.outgoing(sends)
-                postings, works_of, sent = list[Posting](), list[list[dist.Work]](), list[dist.Work]()
+                received, sent = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+                works_of = list[list[dist.Work]]()
                 for message in receives:
                     arrived = both[message.expert not in passed_on]
                     for piece in [] if message.peer in ended else arrived.pieces[message]:
-                        postings.append(Posting(True, piece, message.peer, 2 * message.expert + tag))
+                        received.append((message.peer, piece))
                         works_of.append(arrived.works)
                 copied: dict[int, list[tuple[Tensor, Tensor]]] = {}
                 for message, pieces in zip(sends, outgoing, strict=True):
@@ -217,15 +218,13 @@ class SparseTransfer:
                         slot = puts.slot(message.peer, message.expert).split(list(self.sizes))
                         pairs = copied.setdefault(message.peer, [])
                         pairs += zip(cargo.cut(slot, message.chunk), pieces, strict=True)
-                        continue
-                    for piece in pieces:
-                        postings.append(Posting(False, piece, message.peer, 2 * message.expert + tag))
-                        works_of.append(sent)
-                posted = post(postings, self.group, in_batch=self._on_cuda)
-                for works, work in zip(works_of, posted, strict=True):
+                    else:
+                        sent += [(message.peer, piece) for piece in pieces]
+                of_received, of_sent = start_exchange(sent, received, self.group)
+                for works, work in zip(works_of, of_received, strict=True):
                     works.append(work)
                 puts.put(copied)
-                open_sends.append((sent, outgoing))
+                open_sends.append((of_sent, outgoing))
                 if 0 <= t < len(steps):
                     yield t + 1 < len(steps)
                 # What follows waits on the transfer's stream for the step that was posted before this one.

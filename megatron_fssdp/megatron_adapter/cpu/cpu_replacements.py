@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_fssdp.collectives.gathered_counts import gather_counts
-from megatron_fssdp.collectives.messages import Posting, post, wait_for
+from megatron_fssdp.collectives.messages import exchange
 
 _CPU = torch.device("cpu")
 _IDENTITIES = (Tensor.cuda, Tensor.pin_memory)
@@ -128,12 +128,9 @@ def all_to_all_at_once(
         rows.split([len(rows) // size] * size if sizes is None else [int(number) for number in sizes])
         for rows, sizes in ((output, output_split_sizes), (input, input_split_sizes))
     )
-    ahead = [(own + step) % size for step in range(1, size)]
-    messages = [Posting(True, received[peer], peer, _ROWS_TAG) for peer in reversed(ahead)]
-    messages += [Posting(False, sent[peer], peer, _ROWS_TAG) for peer in ahead]
-    works = post([message for message in messages if message.tensor.numel()], group, in_batch=False)
-    received[own].copy_(sent[own])
-    return wait_for(works)
+    ahead = [(own + step) % size for step in range(size)]
+    to, behind = [(peer, sent[peer]) for peer in ahead], [(peer, received[peer]) for peer in reversed(ahead)]
+    return exchange(to, behind, group, _ROWS_TAG)
 
 
 def uneven_all_gather(
