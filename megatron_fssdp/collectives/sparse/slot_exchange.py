@@ -22,6 +22,9 @@ from torch import Tensor
 
 from megatron_fssdp.planning.placement.owner_map import SlotMove
 
+BUFFER_BYTES = 64 * 2**20
+"""Largest total size of the outgoing and the incoming buffer on any device."""
+
 
 @dataclass(frozen=True, eq=False)
 class SlotQuantity:
@@ -82,25 +85,23 @@ def exchange_slots(
     moves: Sequence[SlotMove],
     quantities: Sequence[SlotQuantity],
     *,
-    buffer_bytes: int = 64 * 2**20,
     are_copies: bool = False,
 ) -> None:
     """Move or copy the contents of slots to other slots of the group's devices, one quantity at a time.
 
-    Every rank of the group must call it with the same moves and ``buffer_bytes``, and with quantities of the
-    same names, sizes and dtypes in the same order. Ranks where nothing moves run as many all-to-alls.
+    Every rank of the group must call it with the same moves, and with quantities of the same names, sizes and
+    dtypes in the same order. Ranks where nothing moves run as many all-to-alls.
 
     Args:
         group: Process group of the ranks; device ``d`` of the moves is group rank ``d``.
         moves: Moves of which every slot is a source once and a destination once. With ``are_copies``, sources
             keep their contents, and a slot is a destination once, or a source any number of times.
         quantities: Quantities that each slot has.
-        buffer_bytes: Largest total size of the outgoing and the incoming buffer on any device.
         are_copies: Whether sources keep their contents.
 
     Raises:
-        ValueError: The moves are not a permutation, or copies overwrite a source, or the buffers are too
-            small for one element of all moving slots. The error is raised before any communication.
+        ValueError: The moves are not a permutation, or copies overwrite a source. The error is raised before
+            any communication.
     """
     num_devices, device = dist.get_world_size(group), dist.get_rank(group)
     left = sorted((move.source_device, move.source_slot) for move in moves)
@@ -120,8 +121,10 @@ def exchange_slots(
     receives = Counter(move.source_device for move in coming)
     sends_D, receives_D = ([of[peer] for peer in range(num_devices)] for of in (sends, receives))
     most_slots = max(Counter(device for device, _ in slots).most_common(1)[0][1] for slots in (left, filled))
-    pieces = [_piece_elements(quantity, most_slots, buffer_bytes) for quantity in quantities]
-    for quantity, piece in zip(quantities, pieces, strict=True):
+    for quantity in quantities:
+        # The device with the most moving slots limits the elements of a slot that move at once.
+        most_elements = BUFFER_BYTES // (2 * most_slots * quantity.dtype.itemsize)
+        piece = max(1, min(quantity.num_elements, most_elements))
         kind: Any = {"dtype": quantity.dtype, "device": quantity.device}
         outgoing = torch.empty(len(leaving) * piece, **kind)
         incoming = torch.empty(len(coming) * piece, **kind)
@@ -132,14 +135,3 @@ def exchange_slots(
             quantity.read([move.source_slot for move in leaving], start, outgoing_WQ)
             dist.all_to_all_single(incoming_WQ, outgoing_WQ, receives_D, sends_D, group=group)
             quantity.write([move.slot for move in coming], start, incoming_WQ)
-
-
-def _piece_elements(quantity: SlotQuantity, most_slots: int, buffer_bytes: int) -> int:
-    """Number of elements of a slot to move at once; the device with the most moving slots limits it."""
-    bytes_per_element = 2 * most_slots * quantity.dtype.itemsize
-    if buffer_bytes < bytes_per_element:
-        raise ValueError(
-            f"buffer_bytes: got {buffer_bytes}, wanted at least {bytes_per_element}: one element of "
-            f"{quantity.name} of the {most_slots} slots that leave one device and of as many that come there"
-        )
-    return max(1, min(quantity.num_elements, buffer_bytes // bytes_per_element))

@@ -1,3 +1,5 @@
+from unittest import mock
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_fssdp.collectives.sparse import slot_exchange
 from megatron_fssdp.collectives.sparse.slot_exchange import SlotQuantity, exchange_slots
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.testing import run_ranks
@@ -84,8 +87,8 @@ def permute_in(group, cases):
         least = 2 * old.slots_per_device * 8
         for quantity, kind in zip(quantities, kinds, strict=True):
             budget = max(buffer_bytes, least)
-            with AllocatedBytes() as allocated:
-                exchange_slots(group, moves, [quantity], buffer_bytes=budget)
+            with mock.patch.object(slot_exchange, "BUFFER_BYTES", budget), AllocatedBytes() as allocated:
+                exchange_slots(group, moves, [quantity])
             assert allocated.total <= budget
             assert torch.equal(quantity.values, contents(new, rank, *kind))
             covered = [i for start, length in quantity.reads for i in range(start, start + length)]

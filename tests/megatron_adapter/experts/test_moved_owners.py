@@ -140,11 +140,7 @@ def force_owners(devices):
         return owners.with_owners(devices(even).reshape(owners.device_LE.shape))
 
     FssdpStrategy.reshard = reshard
-    wrap(
-        slot_exchange,
-        "exchange_slots",
-        lambda exchange, *moved, **how: exchange(*moved, buffer_bytes=20_000, **how),
-    )
+    slot_exchange.BUFFER_BYTES = 20_000
 
 
 def anywhere():
