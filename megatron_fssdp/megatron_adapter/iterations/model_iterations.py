@@ -35,10 +35,11 @@ from megatron_fssdp.megatron_adapter.iterations.iteration_driver import Iteratio
 from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.iterations.stage_records import IterationFacts
-from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
+from megatron_fssdp.megatron_adapter.iterations.stock_loads import stock_runtime
 from megatron_fssdp.megatron_adapter.iterations.training_reports import report_installation
 from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
 from megatron_fssdp.megatron_adapter.wrapping import wrap
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 
@@ -61,7 +62,7 @@ class ModelIterations(HostModel):
         self._num_done = 0
         self._facts = IterationFacts()
         self._began_s = 0.0
-        self._stock: StockLoads | None = None  # under none, with records
+        self._stock: MoERuntime | None = None  # under none, with records
         if self.session is not None:
             self.session.slots.before_home, self.session.slots.on_move = self._leave, self._note_move
             self.session.runtime.measure |= self.host.has_boards  # Layers read this when they join.
@@ -117,7 +118,7 @@ class ModelIterations(HostModel):
             return
         self._is_open, self._began_s, self._facts = True, time.perf_counter(), IterationFacts()
         if self._stock is not None:
-            self._stock.clear()
+            self._stock.begin_iteration()
         if self.driver is not None:
             self.driver.check_weights()
             if not self._is_prepared:  # An iteration that was dropped is not prepared again.
@@ -231,7 +232,7 @@ class ModelIterations(HostModel):
         if self.driver is not None:
             self.driver.begin_step(optimizer)
         if self._stock is not None:
-            self._stock.share()
+            self._stock.end_passes()
         self.is_stepping = True
         return True
 
@@ -247,7 +248,7 @@ class ModelIterations(HostModel):
         self._is_open = self._is_prepared = self._is_by_hand = self._is_zero = False
         loads = [] if self.driver is None else self.driver.end()
         if self._stock is not None:
-            loads = self._stock.take()
+            loads = self._stock.end_iteration()
         number = self.num_done + 1
         self._num_done += 1
         if self.recorder is not None and self.recorder.wants_iteration(number):
@@ -283,7 +284,7 @@ class ModelIterations(HostModel):
         if record_dir is None and not self.host.has_boards:
             return
         if self.session is None:
-            self._stock = StockLoads(self.chunks)
+            self._stock = stock_runtime(self.chunks)
         with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
             if record_dir is not None and dist.get_rank() == 0:
                 record_dir = describe_run(record_dir, self)
