@@ -5,6 +5,8 @@ from collections import Counter
 
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
+
 
 def check_agreement(digest: bytes, group: dist.ProcessGroup, subject: str) -> None:
     """Compare the digests of all ranks of the group, each of which must call it.
@@ -13,9 +15,7 @@ def check_agreement(digest: bytes, group: dist.ProcessGroup, subject: str) -> No
         RuntimeError: The digests differ. The message names ``subject`` and the ranks whose digest differs
             from the most common one.
     """
-    world_size = group.size()
-    digests = [b""] * world_size
-    dist.all_gather_object(digests, hashlib.blake2b(digest, digest_size=16).digest(), group=group)
+    world_size, digests = group.size(), of_all_ranks(hashlib.blake2b(digest, digest_size=16).digest(), group)
     # Among equally common digests, Counter returns the one that it saw first: the lowest rank's.
     common, count = Counter(digests).most_common(1)[0]
     if count < world_size:

@@ -25,8 +25,9 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.dispatchers.parm.dual_collectives import OnRows, call_with_dual
-from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute, devices_of_peers
+from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute
 
 
 class S1Dispatcher(MoEAlltoAllTokenDispatcher):
@@ -80,7 +81,7 @@ class S2Dispatcher(S1Dispatcher):
         super().__init__(*arguments)
         self.simultaneous = True  # Results are passed on slice by slice (SAA), not after all have arrived.
         self._pg = arguments[-1]
-        self._peers, self._device_Y = self._pg.tp, devices_of_peers(self._pg)
+        self._peers, self._device_Y = self._pg.tp, of_all_ranks(self._pg.ep.rank(), self._pg.tp)
         self._place_TW = torch.empty(0)
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> Any:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.collectives.link_probes import slowest_medians_s
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows
-from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute, devices_of_peers
+from megatron_fssdp.dispatchers.parm.shared_route import SharedRoute
 from megatron_fssdp.planning.cost.cost_model import LinkCost, fit_link_cost
 from megatron_fssdp.planning.cost.tensor_schedules import (
     Group,
@@ -191,7 +192,7 @@ def _calls(per_device: int, like: Tensor, pg: Any, are_equal: bool, *, simultane
             scatter = partial(dist.reduce_scatter, torch.empty_like(wide), [wide] * size, group=group)
             calls["reduce_scatter", name] = own.nbytes * size, scatter
         if name == "mp":
-            device_Y, send_YD = devices_of_peers(pg), [[per_device] * num_devices] * size
+            device_Y, send_YD = of_all_ranks(pg.ep.rank(), pg.tp), [[per_device] * num_devices] * size
             route = SharedRoute(pg, device_Y, send_YD, [per_device] * num_ranks)
             results = like.new_zeros(per_device * num_ranks, like.shape[-1])
             collect = partial(route.collect, (results,), simultaneous=simultaneous)

@@ -30,13 +30,6 @@ from megatron_fssdp.dispatchers.parm.dual_collectives import gather_rows
 _RESULT_TAG, _GATHER_TAG = 8 << 16, 9 << 16  # They differ from the tags of other messages of these ranks.
 
 
-def devices_of_peers(pg: Any) -> list[int]:
-    """Device number of each tensor-parallel rank, ``[Y]``; collective over these ranks."""
-    device_Y = [0] * pg.tp.size()
-    dist.all_gather_object(device_Y, pg.ep.rank(), group=pg.tp)
-    return device_Y
-
-
 @dataclass(frozen=True, eq=False)
 class SharedRoute:
     """How many rows tensor-parallel ranks exchange with the parts of the experts.

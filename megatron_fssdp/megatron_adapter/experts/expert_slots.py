@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.sparse import slot_exchange
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities

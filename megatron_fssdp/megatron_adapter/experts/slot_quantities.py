@@ -31,10 +31,10 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.collectives.sparse.slot_exchange import SlotQuantity
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
-from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 
 PARAMETERS = "parameters"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import (
     CHECK_VARIABLE,
@@ -27,7 +28,6 @@ from megatron_fssdp.config.strategy.strategy_settings import (
     checks_plans,
     profile_iterations,
 )
-from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import members_of
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession
 from megatron_fssdp.planning.compiled_form import source_digest

@@ -20,9 +20,9 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
-from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.experts.expert_slots import synchronized_s
 from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     HostModel,

@@ -11,8 +11,8 @@ import numpy as np
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.utils import get_model_config, log_single_rank
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel, HostSettings
 from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession

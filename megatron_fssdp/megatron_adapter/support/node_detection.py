@@ -5,8 +5,8 @@ import socket
 
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.planning.placement.topology import Topology
 
 # Each of verl's workers under Ray sets LOCAL_WORLD_SIZE to 1, LOCAL_RANK to 0, and this to the true number.
