@@ -37,7 +37,7 @@ from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 _SLOT, _LAYERS = "slot_of_fssdp", "layers_of_fssdp"
 _IN_STREAM = object()  # the handle of a reduction for which a stream waits
-_waiting: list[tuple[Any, Callable[[], object]]] = []
+_waiting: dict[Any, Callable[[], object]] = {}  # what starts the reduction of a bucket group
 _finishing: list[Any] = []  # A reduction that starts when these groups finish must not wait.
 _moves = [0]  # how often Parameters got experts of other layers
 _accumulating: set[torch.cuda.Stream] = set()  # Streams on which DDP adds gradients of experts.
@@ -99,24 +99,16 @@ def await_gradients() -> None:
         torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
-def start_waiting(group: Any = None) -> bool:
-    """Start the reductions of a bucket group, or of all whose layers are home; return whether one waited."""
-    ready = [
-        waiting for waiting in _waiting if (_is_home(waiting[0]) if group is None else waiting[0] is group)
-    ]
-    if ready:
-        await_gradients()
-    for entry in ready:
-        _waiting.remove(entry)
-        entry[1]()
-    return bool(ready)
+def start_waiting() -> None:
+    """Start the reductions of bucket groups that wait and whose layers are home."""
+    for group in [group for group in _waiting if _is_home(group)]:
+        _start_one(group)
 
 
 def forget_waiting(layers: Collection[SlotLayer]) -> None:
     """Forget reductions of these layers that wait, because their iteration was dropped."""
-    _waiting[:] = [
-        waiting for waiting in _waiting if not any(layer in layers for layer, _ in _layers(waiting[0]))
-    ]
+    for group in [group for group in _waiting if any(layer in layers for layer, _ in _layers(group))]:
+        del _waiting[group]
 
 
 @cache  # once in a process
@@ -135,7 +127,7 @@ def _note_stream(make: Any, ddp: Any, parameter: torch.nn.Parameter) -> Any:
 def _start_when_home(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     if not _is_home(group) and group not in _finishing:
         if group.ddp_config.overlap_grad_reduce:
-            _waiting.append((group, lambda: _start(start, group, *args, **kwargs)))
+            _waiting[group] = lambda: _start(start, group, *args, **kwargs)
             return None
         _finish_gradients(group)
     return _start(start, group, *args, **kwargs)
@@ -152,11 +144,20 @@ def _start(start: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _start_one(group: Any) -> bool:
+    """Start the reduction of a bucket group if it waits, and return whether it did."""
+    if (start := _waiting.pop(group, None)) is None:
+        return False
+    await_gradients()
+    start()
+    return True
+
+
 def _finish_when_home(finish: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     has_experts = bool(_layers(group))
     if has_experts:
         _finish_gradients(group)
-    has_started = start_waiting(group)
+    has_started = _start_one(group)
     _finishing.append(group)
     try:
         if (
