@@ -118,12 +118,7 @@ class ExpertSlots:
         self._owners: OwnerMap | None = None
 
     def add_layer(self, layer: SlotLayer, experts: SlotExperts) -> int:
-        """Register a built layer before any owner moves, and return its index in the owner map."""
-        if self._owners is not None:
-            raise RuntimeError(
-                "MoE layer: got a layer that was built after a re-shard, wanted all layers before the first "
-                "re-shard; build the whole model before training"
-            )
+        """Register a layer before any owner moves, and return its index in the owner map."""
         self.layers.append(layer)
         self._experts.append(experts)
         return len(self.layers) - 1

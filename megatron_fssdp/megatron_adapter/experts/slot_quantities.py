@@ -68,11 +68,11 @@ class _Held:
     stop: int = 0
     kept: Mapping[str, Tensor] = field(default_factory=dict)  # master weights and optimizer states, flat
 
-    def part(self, name: str, dtype: torch.dtype) -> tuple[int, Tensor] | None:
+    def part(self, name: str) -> tuple[int, Tensor] | None:
         """Where its elements of a quantity begin, and these."""
-        if name != PARAMETERS:
-            return (self.start, self.kept[name]) if name in self.kept else None
-        return (0, self.parameter) if self.parameter.dtype == dtype else None
+        if name == PARAMETERS:
+            return 0, self.parameter
+        return (self.start, self.kept[name]) if name in self.kept else None
 
 
 def slot_quantities(
@@ -121,25 +121,24 @@ def slot_quantities(
     *offsets_O, num_elements = accumulate((held.parameter.numel() for held in held_WO[0]), initial=0)
     # Another rank may hold the part of a Parameter that has a state.
     names = {name for fact, value in facts if fact.startswith("names of tensors") for name in value}
-    kinds = [(PARAMETERS, dtype) for dtype in dict.fromkeys(held.parameter.dtype for held in held_WO[0])]
-    kinds += [(name, torch.float32) for name in sorted(names)]
+    first = held_WO[0][0].parameter  # All of an expert have one data type.
     return [
         SlotQuantity(
             name,
             num_elements,
-            dtype,
-            held_WO[0][0].parameter.device,
+            first.dtype if name == PARAMETERS else torch.float32,
+            first.device,
             [
                 [
                     (offset + part[0], part[1])
                     for held, offset in zip(held_O, offsets_O, strict=True)
-                    if (part := held.part(name, dtype)) is not None
+                    if (part := held.part(name)) is not None
                 ]
                 for held_O in held_WO
             ],
             sharing if are_parts and name != PARAMETERS else None,
         )
-        for name, dtype in kinds
+        for name in (PARAMETERS, *sorted(names))
     ]
 
 
