@@ -49,9 +49,8 @@ def _turn_on(arguments: Sequence[str]) -> None:
     add_strategy_options(parser)
     asked, _ = parser.parse_known_args(list(arguments))
     settings = resolve_strategy(asked.moe_strategy, asked.moe_strategy_config, asked.moe_strategy_set)
-    # Without records, none needs nothing.
-    if asked.moe_strategy != "none" or settings.record_dir is not None:
-        use(Attachment(asked.moe_strategy, settings))
+    if not (attachment := Attachment(asked.moe_strategy, settings)).does_nothing:
+        use(attachment)
 
 
 def _program(arguments: list[str]) -> Callable[[], object]:

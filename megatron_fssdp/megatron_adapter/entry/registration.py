@@ -50,10 +50,6 @@ def _wrap_megatron() -> None:
     megatron_repairs.install()
     megatron_repairs.log_at_info(training.CustomHandler)
 
-    # parse_args builds the parser by calling this function of its module.
-    def add_megatron_arguments(add_arguments: Any, parser: Any) -> Any:
-        return add_strategy_arguments(add_arguments(parser))
-
     is_said = False
 
     # --yaml-cfg replaces all arguments and would remove the plugin's arguments without a warning.
@@ -80,12 +76,11 @@ def _wrap_megatron() -> None:
         # Rank 0 holds the folder only when all ranks have come here.
         if (record_dir := requested.settings.record_dir) is not None:
             run_lock.refuse_live(record_dir, "record_dir")
-        # Without records, none needs nothing.
-        does_nothing = requested.name == "none" and record_dir is None and not requested.host.has_boards
-        set_current(None) if does_nothing else use(requested)
+        set_current(None) if requested.does_nothing else use(requested)
         return validated
 
-    wrap(arguments, "add_megatron_arguments", add_megatron_arguments)
+    # parse_args builds the parser by calling this function of its module.
+    wrap(arguments, "add_megatron_arguments", lambda add, parser: add_strategy_arguments(add(parser)))
     wrap(arguments, "parse_args", parse_args)
     wrap(arguments, "validate_args", validate_args)
 

@@ -37,6 +37,12 @@ class Attachment:
             atexit.register(self._tell_absence)
 
     @property
+    def does_nothing(self) -> bool:
+        """Whether nothing has to be installed: without records, ``none`` needs nothing."""
+        is_stock = not isinstance(self.settings, PlacementSettings)
+        return is_stock and self.settings.record_dir is None and not self.host.has_boards
+
+    @property
     def models(self) -> list[ModelIterations]:
         """The models that have joined and still exist, in the order of their first chunks."""
         return [model for ref in self._models if (model := ref()) is not None]
