@@ -32,7 +32,7 @@ from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     refused_together,
 )
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
+from megatron_fssdp.megatron_adapter.iterations.run_description import describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.iterations.stage_records import IterationFacts
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import stock_runtime
