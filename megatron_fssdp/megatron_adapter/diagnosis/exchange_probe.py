@@ -5,7 +5,7 @@ Shape letters: T tokens of this rank, M model dim, E experts, K experts of a tok
 
 import os
 from collections.abc import Callable
-from functools import cache
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,6 @@ from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.planning.cost.cost_model import NUM_ALL_TO_ALLS
 
 _EXPERTS_PER_RANK, _TOP_K = 2, 2
-
-
-@cache  # all ranks ask for it together
-def _this_rank_alone() -> dist.ProcessGroup:
-    alone: dist.ProcessGroup = dist.new_subgroups(1)[0]
-    return alone
 
 
 def prepare_exchange(
@@ -40,13 +34,11 @@ def prepare_exchange(
         os.environ[cpu_runtime.DEVICE_VARIABLE] = "cpu"  # also on a machine with GPUs
         cpu_runtime.install()
     # Imported here, because the CPU runtime comes first.
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    groups, size = ProcessGroupCollection(), group.size()
-    groups.ep = groups.tp_ep = group
-    groups.expt_tp = _this_rank_alone()
+    size = group.size()
+    groups = SimpleNamespace(ep=group, tp_ep=group, expt_tp=None)
     num_experts = _EXPERTS_PER_RANK * size
     config = TransformerConfig(
         num_layers=1,
