@@ -95,7 +95,6 @@ class LoadHint:
     """
 
     key: ClassVar[str] = "megatron_fssdp_loads"
-    slots: ExpertSlots
     runtime: MoERuntime
 
     def gather(self) -> list[dict[str, Any]]:
@@ -133,12 +132,12 @@ CheckpointHint = OwnerHint | StrategyHint | LoadHint
 
 def hints_of(session: StrategySession) -> list[CheckpointHint]:
     """Return hints for what a run with the session's strategy may change."""
-    strategy, slots, runtime = session.strategy, session.slots, session.runtime
-    hints: list[CheckpointHint] = [OwnerHint(slots)] if strategy.moves_owners else []
+    strategy = session.strategy
+    hints: list[CheckpointHint] = [OwnerHint(session.slots)] if strategy.moves_owners else []
     if selecting(strategy):
-        hints.append(StrategyHint(strategy, slots))
+        hints.append(StrategyHint(strategy, session.slots))
     if strategy.may_replicate(1) or hints:
-        hints.append(LoadHint(slots, runtime))
+        hints.append(LoadHint(session.runtime))
     return hints
 
 

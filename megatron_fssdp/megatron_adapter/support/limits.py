@@ -86,7 +86,7 @@ EVERY: tuple[Limit, ...] = (
     Limit("never_run", "grouped tensors of Transformer Engine, hyper-connections (mHC), mxfp8 or zero copies "
         "in NCCL EP, torch.autocast, and offloading of whole layers",
         lambda m, _: (m.moe_use_grouped_tensor and not m.use_transformer_engine_op_fuser) or m.never_run
-        or m.sends_mxfp8 or m.cpu_offloading_num_layers > 0,
+        or m.sends_mxfp8,
         "never run with experts in slots: remove --moe-use-grouped-tensor, --enable-mhc-connections, "
         "--moe-dispatch-fwd-dtype, --moe-combine-bwd-dtype, --moe-ncclep-zero-copy, enable_autocast and "
         "--cpu-offloading-num-layers"),

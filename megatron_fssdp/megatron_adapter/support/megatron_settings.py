@@ -107,9 +107,8 @@ class MegatronSettings:
         _B | _D, "delay_wgrad_compute", _B, "overlap_dispatch_backward_with_experts_wgrad")
     mlp_chunks_for_training: int = _size(_B, "mlp_chunks_for_training")
     moe_paged_stash: bool = _flag(_B, "moe_paged_stash")
-    cpu_offloading_num_layers: int = _number(_B, "cpu_offloading_num_layers")
-    never_run: bool = _flag(
-        _NEW, "enable_mhc_connections", _B, "moe_ncclep_zero_copy", _M, "enable_autocast cpu_offloading")
+    never_run: bool = _flag(_NEW, "enable_mhc_connections",
+        _B, "moe_ncclep_zero_copy cpu_offloading_num_layers", _M, "enable_autocast cpu_offloading")
     cuda_graph_impl: str | None = _value(_B, "cuda_graph_impl")
     enable_cuda_graph: bool = _flag(_B, "enable_cuda_graph")
     captured: frozenset[str] = _read(  # modules; none without graphs, and "full" for whole layers
