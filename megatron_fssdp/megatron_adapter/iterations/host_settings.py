@@ -1,8 +1,7 @@
 """A host's training: its settings by Megatron's names, wherever the host keeps them, and its models.
 
-A run is refused on all ranks if one rank finds a reason, or if ranks have different settings. Every rank
-reads its own command line, files and environment, and plans by them. Ranks that differ in them would wait for
-each other forever.
+A run is refused if ranks have different settings. Every rank reads its own command line, files and
+environment, and plans by them. Ranks that differ in them would wait for each other forever.
 """
 
 import logging
@@ -10,7 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
@@ -106,23 +105,6 @@ class HostModel:
     chunks: list[Any] = field(default_factory=list, init=False)
     num_chunks: int = field(default=1, init=False)
     numbers: set[tuple[int | None, int]] = field(default_factory=set, init=False)
-
-
-@contextmanager
-def refused_together() -> Iterator[None]:
-    """Raise on all ranks a ConfigurationError that some of them raise inside. Collective over all ranks.
-
-    A rank that raised none gets the message of the lowest rank that did.
-    """
-    reason: ConfigurationError | None = None
-    try:
-        yield
-    except ConfigurationError as error:
-        reason = error
-    messages = of_all_ranks(None if reason is None else str(reason))
-    first = next((message for message in messages if message is not None), None)
-    if first is not None:
-        raise reason or ConfigurationError(first)
 
 
 def check_equal(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from posixpath import commonpath
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,6 @@ from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     check_equal,
     optimizer_of,
     planning_facts,
-    refused_together,
 )
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
 from megatron_fssdp.megatron_adapter.iterations.run_description import describe_run
@@ -280,15 +280,22 @@ class ModelIterations(HostModel):
             self.session.check_model(*self.host.sources)
             report_installation(self)
             self.driver = IterationDriver(self, optimizer, num_micro_batches)
-        record_dir = self.settings.record_dir
-        if record_dir is None and not self.host.has_boards:
-            return
+        if self.settings.record_dir is not None or self.host.has_boards:
+            self._begin_records(self.settings.record_dir)
+
+    def _begin_records(self, record_dir: Path | None) -> None:
         if self.session is None:
             self._stock = stock_runtime(self.chunks)
-        with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
+        refusal: str | None = None
+        try:
             if record_dir is not None and dist.get_rank() == 0:
                 record_dir = describe_run(record_dir, self)
             self.recorder = RunRecorder(record_dir, self.name, self.host)
+        except ConfigurationError as error:
+            refusal = str(error)
+        # Only rank 0 writes files, so only it finds that it cannot.
+        if (refusal := of_all_ranks(refusal)[0]) is not None:
+            raise ConfigurationError(refusal)
         if self.driver is not None and self.driver.balance is not None:
             self.driver.balance.record_dir = record_dir
 
