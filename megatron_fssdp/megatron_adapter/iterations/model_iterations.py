@@ -32,8 +32,7 @@ from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     planning_facts,
 )
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-from megatron_fssdp.megatron_adapter.iterations.run_description import describe_run
-from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder
+from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder, describe_run
 from megatron_fssdp.megatron_adapter.iterations.stage_records import IterationFacts
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import stock_runtime
 from megatron_fssdp.megatron_adapter.iterations.training_reports import report_installation

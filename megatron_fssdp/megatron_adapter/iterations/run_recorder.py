@@ -3,6 +3,7 @@
 Shape letters: D devices, E experts, L layers, N nodes, Z micro-batches.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +16,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.config.run.described_run import described_config
+from megatron_fssdp.config.run.run_config import RunConfig
+from megatron_fssdp.files import run_lock
+from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel, HostSettings
 from megatron_fssdp.megatron_adapter.iterations.stage_records import (
     IterationFacts,
     RankRecord,
     by_stage,
     gathered,
 )
+from megatron_fssdp.megatron_adapter.support.node_detection import ranks_of_node
 from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter
 from megatron_fssdp.records.metrics import (
@@ -33,8 +39,12 @@ from megatron_fssdp.records.metrics import (
     SelectionMetrics,
 )
 from megatron_fssdp.records.placements import PlacementsWriter
+from megatron_fssdp.records.record_folder import record_folder
+from megatron_fssdp.records.run_settings import write_recorded_settings
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
+
+logger = logging.getLogger(__name__)
 
 MOST_SENT_BYTES = 4 * 2**20
 """Most bytes of single micro-batches that a rank sends in an iteration; rank 0 gets them from each."""
@@ -43,6 +53,26 @@ _EQUAL_FIELDS = (
     *("layer", "num_replicas", "spag_bytes", "sprs_bytes", "cross_node_tokens", "schedule", "strategy"),
     *("spag_s", "spag_exposed_s", "sprs_s", "sprs_exposed_s"),
 )  # of a layer's load and of its metrics
+
+
+def describe_run(asked: Path, model: HostModel) -> Path:
+    """Write ``config.yaml`` from a host's settings, and return the folder that also gets the records."""
+    is_bert = any(
+        type(module).__name__ == "BertModel" for chunk in model.chunks for module in chunk.modules()
+    )
+    settings = model.settings.model_dump(mode="json", exclude_defaults=True, exclude={"record_dir"})
+    strategy = {"name": model.name, "settings": settings}
+    world_size = dist.get_world_size()
+    where = world_size, ranks_of_node(world_size), not torch.cuda.is_available()
+    run: RunConfig | None = None
+    try:
+        run = described_config(model.host, "bert" if is_bert else "gpt", *where, strategy)
+    except ConfigurationError as error:
+        logger.info(f"[fssdp] config.yaml has only the strategy, so simulate needs --model: {error}")
+    folder = record_folder(asked, run, resumes=model.host.resumes())
+    run_lock.hold(folder, "record_dir")
+    write_recorded_settings(folder, run, strategy)
+    return folder
 
 
 class RunRecorder:

@@ -7,12 +7,12 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.config.run.described_run import described_config
 from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
 from megatron_fssdp.config.run.megatron_options import options, plain
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.launch.run_data import data_arguments
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
-from megatron_fssdp.megatron_adapter.iterations.run_description import described_config
 from megatron_fssdp.simulation.moe_job import job_of_run
 
 STRATEGY = {"name": "fssdp", "settings": {}}
@@ -39,7 +39,6 @@ def parsed(run, monkeypatch):
     words = megatron_arguments(run, data, Installation(False, True), Path("runs/x"), resume=False)
     monkeypatch.setattr(sys, "argv", ["script.py", *words])
     args = parse_args(add_strategy_arguments)
-    args.world_size = run.parallelism.world_size
     return HostSettings((args,))
 
 
@@ -48,9 +47,8 @@ def test_a_shipped_run_is_read_back_from_its_arguments(name, monkeypatch):
     run = load_run(RUNS[name])
     args = parsed(run, monkeypatch)
     on_cpu = run.training.device == "cpu"
-    config = described_config(
-        args, run.model.family, run.parallelism.nproc_per_node, on_cpu, run.strategy.model_dump()
-    )
+    sizes = run.parallelism.world_size, run.parallelism.nproc_per_node
+    config = described_config(args, run.model.family, *sizes, on_cpu, run.strategy.model_dump())
     assert config.strategy == run.strategy
     ignored = {"declared_nodes"}
     assert config.parallelism.model_dump(exclude=ignored) == run.parallelism.model_dump(exclude=ignored)
@@ -68,7 +66,7 @@ def test_a_shipped_run_is_read_back_from_its_arguments(name, monkeypatch):
 
 def test_other_arguments_are_recorded_under_their_own_names(monkeypatch):
     run = load_run(["gpt_moe_tiny"], ["model.moe_expert_capacity_factor=1.5", "training.num_workers=3"])
-    config = described_config(parsed(run, monkeypatch), "gpt", 4, True, STRATEGY)
+    config = described_config(parsed(run, monkeypatch), "gpt", 4, 4, True, STRATEGY)
     assert config.model.model_extra["moe_expert_capacity_factor"] == 1.5
     assert config.training.model_extra["num_workers"] == 3
 
@@ -77,4 +75,4 @@ def test_what_a_yaml_cannot_describe_is_refused(monkeypatch):
     args = parsed(load_run(["gpt_moe_tiny"]), monkeypatch)
     args.sources[0].train_iters = None  # --train-samples
     with pytest.raises(ConfigurationError, match=r"training\.train_iters: missing"):
-        described_config(args, "gpt", 4, True, STRATEGY)
+        described_config(args, "gpt", 4, 4, True, STRATEGY)
