@@ -18,7 +18,8 @@ On CUDA, autograd adds to the sums on the stream of the experts' forward pass. M
 nodes of owned experts, and with them their stream, from one graph to the next; nothing keeps these.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,12 +39,8 @@ class ReplicaSlots:
 
     def __init__(self, layout: ExpertLayout, device: torch.device, room: SlotRoom | None = None) -> None:
         self.layout, self.device, self.room = layout, device, room
-        self._weights: list[_Memory] = []
-        self._sums: list[_Memory] = []
-        # The sums of each slot by data type, in one memory: flat, and in the shapes of the Parameters.
-        self._gradients: list[dict[torch.dtype, tuple[torch.Tensor, Sequence[torch.Tensor]]]] = []
-        self._parameters: list[ExpertParameters] = []
-        self._slot_of: dict[int, int] = {}
+        self._slots: list[_Slot] = []
+        self._slot_of: dict[int, _Slot] = {}
         self._made = _MadeGradients()
 
     def hold(self, experts: Iterable[int], sums: torch.dtype | None = None) -> None:
@@ -52,22 +49,18 @@ class ReplicaSlots:
         An expert that stays keeps its slot and its weights. In a room, slots follow from the experts instead.
         By default, sums are in fp32 or wider.
         """
-        wanted = sorted(experts)
+        wanted, dtype = sorted(experts), sums or accumulation_dtype(self.layout.dtype)
         if self.room is not None:
             self._slot_of.clear()
-        for expert in [expert for expert in self._slot_of if expert not in wanted]:
-            self._weights[self._slot_of.pop(expert)].give_back()
-        free = iter(slot for slot in range(len(wanted)) if slot not in self._slot_of.values())
+        for expert in self._slot_of.keys() - wanted:
+            self._slot_of.pop(expert).weights.give_back()
+        free = iter([slot for slot in self._slots if slot not in self._slot_of.values()])
         for expert in wanted:
             if expert not in self._slot_of:
-                slot = self._slot_of[expert] = next(free)
-                if slot == len(self._weights):
-                    self._add_slot()
+                self._slot_of[expert] = next(free, None) or self._new_slot()
             slot = self._slot_of[expert]
-            dtype = sums or accumulation_dtype(self.layout.dtype)
-            self._sums[slot].flat, gradients = self._gradients[slot][dtype]
-            parameters: Iterable[Any] = self._parameters[slot]
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+            slot.sums.flat, gradients = slot.gradients[dtype]
+            for parameter, gradient in zip(slot.parameters, gradients, strict=True):
                 # The name under which Megatron's layers and Transformer Engine look for a gradient's place.
                 parameter.main_grad = gradient
         self._made.num_wanted = len(wanted) * len(self.layout.shapes)
@@ -79,33 +72,30 @@ class ReplicaSlots:
 
     def parameters(self, expert: int) -> ExpertParameters:
         """The Parameters of an expert's slot."""
-        return self._parameters[self._slot_of[expert]]
+        return self._slot_of[expert].parameters
 
     @property
     def held_bytes(self) -> int:
         """Memory that weights and gradient sums occupy now, in bytes; in a room, all of it."""
-        return sum(tensor.storage.nbytes() for tensor in (*self._weights, *self._sums))
+        return sum(slot.weights.storage.nbytes() + slot.sums.storage.nbytes() for slot in self._slots)
 
     def open_weights(self) -> None:
         """Take the memory of the weights of all held experts; those that have it keep their contents."""
         for slot in self._slot_of.values():
-            self._weights[slot].take()
+            slot.weights.take()
 
     def weights(self) -> dict[int, torch.Tensor]:
         """Flat weights ``[numel]`` by expert, for writing; their memory must be open."""
-        return {expert: self._weights[slot].flat for expert, slot in self._slot_of.items()}
+        return {expert: slot.weights.flat for expert, slot in self._slot_of.items()}
 
     def close_weights(self) -> None:
         """Give back the memory of all weights."""
-        for tensor in self._weights:
-            tensor.give_back()
+        for slot in self._slots:
+            slot.weights.give_back()
 
     def open_sums(self) -> None:
         """Take the memory of the gradient sums, with zeros; sums that are open keep their contents."""
-        new = [
-            tensor.flat for tensor in (self._sums[slot] for slot in self._slot_of.values()) if tensor.take()
-        ]
-        if new:
+        if new := [slot.sums.flat for slot in self._slot_of.values() if slot.sums.take()]:
             torch._foreach_zero_(new)
 
     def add_gradients(self) -> None:
@@ -115,24 +105,24 @@ class ReplicaSlots:
     def sums(self) -> dict[int, torch.Tensor]:
         """Flat gradient sums ``[numel]`` by expert; their memory must be open."""
         self.add_gradients()
-        return {expert: self._sums[slot].flat for expert, slot in self._slot_of.items()}
+        return {expert: slot.sums.flat for expert, slot in self._slot_of.items()}
 
     def close_sums(self) -> None:
         """Give back the memory of all gradient sums."""
         self._made.drop()
-        for tensor in self._sums:
-            tensor.give_back()
+        for slot in self._slots:
+            slot.sums.give_back()
 
-    def _add_slot(self) -> None:
+    def _new_slot(self) -> "_Slot":
         layout, room = self.layout, self.room
         if room is None:
             flat = torch.empty(layout.numel, dtype=layout.dtype, device=self.device)
         else:
-            flat = room.slots[len(self._weights)]
+            flat = room.slots[len(self._slots)]
         wide = accumulation_dtype(layout.dtype)
         total = torch.empty(layout.numel, dtype=wide, device=self.device)
         flats = {dtype: total.view(dtype)[: layout.numel] for dtype in (layout.dtype, wide)}
-        self._gradients.append({dtype: (sums, layout.unpack(sums)) for dtype, sums in flats.items()})
+        gradients = {dtype: (sums, layout.unpack(sums)) for dtype, sums in flats.items()}
         made = []
         for weight in layout.unpack(flat):
             parameter: Any = torch.nn.Parameter(weight)
@@ -140,9 +130,18 @@ class ReplicaSlots:
             parameter.register_post_accumulate_grad_hook(self._made.note)
             made.append(parameter)
         # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
-        self._weights.append(_Memory(flat.data, stays=room is not None))
-        self._sums.append(_Memory(total))
-        self._parameters.append(tuple(made))
+        weights = _Memory(flat.data, stays=room is not None)
+        self._slots.append(_Slot(tuple(made), weights, _Memory(total), gradients))
+        return self._slots[-1]
+
+
+@dataclass(eq=False)
+class _Slot:
+    parameters: tuple[Any, ...]
+    weights: "_Memory"
+    sums: "_Memory"
+    # The sums by data type, in one memory: flat, and in the shapes of the Parameters.
+    gradients: dict[torch.dtype, tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 
 
 class _Memory:
