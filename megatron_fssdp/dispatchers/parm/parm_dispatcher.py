@@ -131,9 +131,7 @@ class DividedGate:
         self._divided_groups = gate.tp_cp_group, gate.tp_dp_cp_group
         # Where all ranks have the same tokens, an auxiliary loss must count every token once. It is then
         # computed over the context-parallel and data-parallel ranks only.
-        data_parallel = getattr(pg_collection, "dp_cp", None)
-        if data_parallel is None:
-            data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._whole_groups = pg_collection.cp, data_parallel
 
     def route(
