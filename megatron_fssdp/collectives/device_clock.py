@@ -31,14 +31,13 @@ def seconds_between(begin: Moment, end: Moment) -> float:
 
 def elapsed_s(action: Callable[[], object], device: torch.device) -> float:
     """Seconds from the start of an action on an idle device until the device is idle again."""
-    synchronize(device)
-    started_s = time.perf_counter()
+    started_s = synchronized_s(device)
     action()
-    synchronize(device)
-    return time.perf_counter() - started_s
+    return synchronized_s(device) - started_s
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a CUDA device is idle; other devices do not run asynchronously."""
-    if device.type == "cuda":
+def synchronized_s(device: torch.device | None = None) -> float:
+    """The time of the host after all work of a device; by default of the present CUDA device, if any."""
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -9,7 +9,6 @@ Shape letters: L MoE layers of the stage, E experts of a layer, D devices of the
 """
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.all_ranks import of_all_ranks
+from megatron_fssdp.collectives.device_clock import synchronized_s
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.sparse import slot_exchange
 from megatron_fssdp.config.errors import ConfigurationError
@@ -219,13 +219,6 @@ class ExpertSlots:
             registered_in = {slot // per_layer for slot in slots}
         for index in sorted(registered_in):
             gradient_sync.await_parameters(self._experts[index].module)
-
-
-def synchronized_s() -> float:
-    """The time of the host after all work of the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _finish_parameter_gathers(model_chunks: Sequence[Any]) -> None:

@@ -22,9 +22,9 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from megatron_fssdp.collectives.all_ranks import of_all_ranks
+from megatron_fssdp.collectives.device_clock import synchronized_s
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
-from megatron_fssdp.megatron_adapter.experts.expert_slots import synchronized_s
 from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     HostModel,
     check_equal,
