@@ -74,7 +74,6 @@ class HomeGradients:
 
     def at_dispatch(self, slot_pass: SlotPass, hidden: torch.Tensor) -> torch.Tensor:
         """Mark, where the dispatch begins, the end of its backward pass; a pass goes on with the result."""
-        slot_pass.has_backward = torch.is_grad_enabled()
         return call_in_backward(partial(self._dispatch_is_over, slot_pass), hidden)
 
     def experts_begin_backward(self, slot_pass: SlotPass) -> None:
@@ -158,7 +157,7 @@ class HomeGradients:
         """End the use of the weights by a forward pass, and a pass without a backward pass altogether."""
         if slot_pass.transfers is not None:
             slot_pass.transfers.end_use()
-        if not slot_pass.is_shared and not slot_pass.has_backward:
+        if not slot_pass.is_shared and not torch.is_grad_enabled():
             self._end_own(slot_pass)
 
     def _end_own(self, own: SlotPass) -> None:

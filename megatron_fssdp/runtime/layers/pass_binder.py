@@ -41,7 +41,6 @@ class SlotPass:
     is_late: bool = False  # Gradients of owned experts can be incomplete after their backward pass.
     ends_at_dispatch: bool = False  # Gradients leave, or are computed, after its backward pass.
     is_recomputed: bool = False  # The forward pass runs in a backward pass.
-    has_backward: bool = False  # A backward pass follows the last forward pass.
     is_over: bool = False  # The gradients of a micro-batch's pass are complete.
     is_dropped: bool = False  # The loop has set gradients to zero since.
 
