@@ -28,7 +28,6 @@ class SlotPass:
     """What the forward passes under one plan share, and their backward passes with them."""
 
     plan: LayerPlan
-    digest: bytes  # of the plan
     slots: SlotTable  # which expert is in which slot
     parameters_U: Sequence[ExpertParameters | None]  # of each slot of this device; None for an empty slot
     replicas_U: Sequence[int]  # slots of this device without owned experts
@@ -47,6 +46,7 @@ class SlotPass:
     def __post_init__(self) -> None:
         # Attributes, because every forward pass asks for them.
         self.num_slots, self.is_shared = self.slots.num_slots, self.counts_DE is None
+        self.digest = self.plan.digest()
         # Whether replicas have gradients that belong to their owners.
         self.has_gradients = self.transfers is not None or self.plan.resident
         # Whether their sums over the passes of the iteration travel together.
@@ -109,8 +109,7 @@ class PassBinder:
             transfers = ReplicaTransfers(plan, replicas, experts, local.bind, local.timer.waiting)
         parameters_U = [None if expert < 0 else parameters[expert] for expert in expert_U]
         shares, splits = self._shares(plan, slots, counts_DE)
-        digest = plan.digest()
-        return SlotPass(plan, digest, slots, parameters_U, replicas_U, shares, transfers, counts_DE, splits)
+        return SlotPass(plan, slots, parameters_U, replicas_U, shares, transfers, counts_DE, splits)
 
     def _shares(
         self, plan: LayerPlan, slots: SlotTable, counts_DE: np.ndarray | None
