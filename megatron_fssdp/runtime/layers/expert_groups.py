@@ -61,5 +61,5 @@ class ExpertGroups:
 
     def advance_transfers(self, hidden: torch.Tensor | None = None) -> None:
         """Mark a point of the passes with ``hidden``, the same on all ranks, for devices with one queue."""
-        if self.one_queue and self.transfers is not None:
+        if self.transfers is not None:
             advance_transfers(self.transfers, hidden)
