@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_fssdp.config.shipped_files import known_clusters, shipped_runs
+from megatron_fssdp.config.shipped_files import known_clusters, shipped_cluster, shipped_runs
 
 _MOST_CHARACTERS = 110  # a description stays on one line of a wide terminal
 
@@ -29,7 +29,7 @@ def configs_command(
     from megatron_fssdp.config.run.composition import compose
     from megatron_fssdp.config.yaml_text import format_yaml
 
-    if names and len(names) == 1 and (cluster := known_clusters().get(names[0])):
+    if names and len(names) == 1 and not Path(names[0]).is_file() and (cluster := shipped_cluster(names[0])):
         sys.stdout.write(cluster.read_text(encoding="utf-8"))
         return
     # The files can be parts of a run, so they are not validated.

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import Settings, load_yaml, setting, unknown_name, validate
-from megatron_fssdp.config.shipped_files import known_clusters
+from megatron_fssdp.config.shipped_files import known_clusters, shipped_cluster
 from megatron_fssdp.config.yaml_text import format_yaml
 
 CollectiveName = Literal[
@@ -86,12 +86,12 @@ class ClusterDescription(Settings):
 def load_cluster(path_or_name: Path | str) -> ClusterDescription:
     """Read a description from a YAML file, or by its name, or raise a ConfigurationError."""
     path = Path(path_or_name)
-    if not (path.is_file() or path.suffix in (".yaml", ".yml") or len(path.parts) != 1):
-        known = known_clusters()
-        if path.name not in known:
-            message = unknown_name("cluster", path.name, known)
+    if not path.is_file():
+        shipped = shipped_cluster(path)
+        if not (shipped or path.suffix in (".yaml", ".yml") or len(path.parts) != 1):
+            message = unknown_name("cluster", path.name, known_clusters())
             raise ConfigurationError(f"{message}; or give the path of a YAML file")
-        path = known[path.name]
+        path = shipped or path
     return validate(ClusterDescription, load_yaml(path), str(path))
 
 

@@ -32,3 +32,9 @@ def known_clusters() -> dict[str, Path]:
     """Return cluster descriptions by name; those in the working folder win over those of the package."""
     folders = (shipped_folder() / _CLUSTERS, _FOLDER / _CLUSTERS)
     return {path.stem: path for folder in folders for path in sorted(folder.glob(f"*{_SUFFIX}"))}
+
+
+def shipped_cluster(name: Path | str) -> Path | None:
+    """Return a description by name, with or without ``configs/``, ``clusters/`` and ``.yaml``, or None."""
+    inside = Path(name).as_posix().removeprefix(f"{_FOLDER}/").removeprefix(f"{_CLUSTERS}/")
+    return known_clusters().get(inside.removesuffix(_SUFFIX))

@@ -1,6 +1,7 @@
 import pytest
 
 from megatron_fssdp.cli.configs_command import configs_command, shipped_names
+from megatron_fssdp.config.cluster_description import load_cluster
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import compose, load_run
 from megatron_fssdp.config.shipped_files import known_clusters, shipped_folder, shipped_run, shipped_runs
@@ -43,9 +44,17 @@ def test_a_wrong_name_gives_one_line_with_the_closest_name():
         compose(["x.yaml"])
 
 
-def test_a_shipped_cluster_is_printed_as_it_is(capsys):
-    configs_command(["h200"])
+@pytest.mark.parametrize("name", ["h200", "clusters/h200", "configs/clusters/h200.yaml"])
+def test_a_shipped_cluster_is_printed_as_it_is(name, capsys):
+    configs_command([name])
     assert capsys.readouterr().out == known_clusters()["h200"].read_text(encoding="utf-8")
+    assert load_cluster(name).name == "h200"
+
+
+def test_a_users_run_of_a_cluster_s_name_is_printed(tmp_path, capsys):
+    (tmp_path / "h200.yaml").write_text("data: {vocab_size: 300}\n", encoding="utf-8")
+    configs_command(["h200.yaml"])
+    assert "vocab_size: 300" in capsys.readouterr().out
 
 
 def test_the_list_has_a_description_and_a_parameter_count_for_each_file():

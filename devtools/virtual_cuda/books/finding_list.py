@@ -24,11 +24,9 @@ class FindingList:
         self._add(Finding(FindingKind.RACE, told, place, _told(earlier), earlier.place, block.place))
 
     def freed_in_use(self, block: Block, access: Access, place: str) -> None:
-        # The place at which the end of a tensor is noticed depends on the operations that follow. Findings
-        # that differ only by this place are equal.
         use = f"end of memory of {name_of(block.stream)} (record_stream or a wait is missing)"
         kind, told = FindingKind.FREED_IN_USE, _told(access)
-        self._add(Finding(kind, use, place, told, access.place, block.place), with_place=False)
+        self._add(Finding(kind, use, place, told, access.place, block.place))
 
     def use_after_free(self, use: str, block: Block) -> Finding:
         finding = Finding(FindingKind.USE_AFTER_FREE, use, code_place(), memory_place=block.place)
@@ -38,10 +36,8 @@ class FindingList:
     def wrong_tensor(self, kind: FindingKind, use: str) -> None:
         self._add(Finding(kind, use, code_place()))
 
-    def _add(self, finding: Finding, *, with_place: bool = True) -> None:
-        places = (finding.place if with_place else "", finding.other_place, finding.memory_place)
-        lines = [place.split(" < ")[0] for place in places]
-        self._by_lines.setdefault((finding.kind, *lines), finding)
+    def _add(self, finding: Finding) -> None:
+        self._by_lines.setdefault(finding.lines, finding)
 
 
 def _told(access: Access) -> str:

@@ -28,6 +28,14 @@ class Finding:
     other_place: str = ""
     memory_place: str = ""
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The kind and the innermost lines, which all findings of one defect share, whoever calls them."""
+        # The place at which the end of a tensor is noticed depends on the operations that follow.
+        place = "" if self.kind is FindingKind.FREED_IN_USE else self.place
+        places = (place, self.other_place, self.memory_place)
+        return (self.kind, *(place.split(" < ")[0] for place in places))
+
     def __str__(self) -> str:
         text = f"{self.kind}: {self.use} at [{self.place}]"
         if self.other_use:

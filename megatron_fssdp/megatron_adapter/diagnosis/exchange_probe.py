@@ -4,6 +4,7 @@ Shape letters: T tokens of this rank, M model dim, E experts, K experts of a tok
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -30,28 +31,29 @@ def prepare_exchange(
     In each of its all-to-alls of rows, a rank sends about ``num_bytes`` to the ranks of the group but to its
     own and ``num_near`` others. All ranks call it.
     """
-    if device.type == "cpu":
-        os.environ[cpu_runtime.DEVICE_VARIABLE] = "cpu"  # also on a machine with GPUs
-        cpu_runtime.install()
-    # Imported here, because the CPU runtime comes first.
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     size = group.size()
-    groups = SimpleNamespace(ep=group, tp_ep=group, expt_tp=None)
     num_experts = _EXPERTS_PER_RANK * size
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=model_dim,
-        num_attention_heads=1,
-        num_moe_experts=num_experts,
-        moe_router_topk=_TOP_K,
-        expert_model_parallel_size=size,
-        moe_token_dispatcher_type="alltoall",
-        use_cpu_initialization=True,
-        add_bias_linear=False,
-        params_dtype=dtype,
-    )
+    with warnings.catch_warnings(action="ignore"):  # Megatron's, of a model that nobody trains
+        if device.type == "cpu":
+            os.environ[cpu_runtime.DEVICE_VARIABLE] = "cpu"  # also on a machine with GPUs
+            cpu_runtime.install()
+        # Imported here, because the CPU runtime comes first.
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=model_dim,
+            num_attention_heads=1,
+            num_moe_experts=num_experts,
+            moe_router_topk=_TOP_K,
+            expert_model_parallel_size=size,
+            moe_token_dispatcher_type="alltoall",
+            use_cpu_initialization=True,
+            add_bias_linear=False,
+            params_dtype=dtype,
+        )
+    groups = SimpleNamespace(ep=group, tp_ep=group, expt_tp=None)
     first = group.rank() * _EXPERTS_PER_RANK
     own = list(range(first, first + _EXPERTS_PER_RANK))
     dispatcher = MoEAlltoAllTokenDispatcher(_EXPERTS_PER_RANK, own, config, groups)
