@@ -21,5 +21,3 @@ NO_PAIRS = 1e-12
 HOP_BITS = 6
 # Price of a trial that is left out.
 NO_PRICE = 1e300
-# Column of what a node does from which on an expert in it may make the number lower.
-FAR_PAIRS = 5

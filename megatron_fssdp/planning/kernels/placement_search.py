@@ -42,7 +42,7 @@ class PlacementSearch(PlacementDescent):
             zero_ints(devices),
         )
         self.order_D = memoryview(np.arange(devices))
-        self.load_DE = memoryview(np.array(np.asarray(self.load_ED).T, order="C"))
+        self.load_DE = memoryview(np.ascontiguousarray(layer.load_DE))
         self.load_NE = memoryview(np.array(np.asarray(self.load_EN).T, order="C"))
         self.by_owner_E = memoryview(np.argsort(layer.owner_E, kind="stable"))
         owned_D = np.bincount(layer.owner_E, minlength=devices)
