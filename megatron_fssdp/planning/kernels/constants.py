@@ -8,9 +8,9 @@ LEVEL_STEP = 0.14
 NUM_LEVELS = 6
 # Experts of the busiest device, and of the busiest link, that one step of a descent looks at. More of them
 # take longer and find little more.
-WIDTH = 2
+WIDTH = 3
 # Prices of all kicks, times the number of experts: small layers need more kicks, and their prices are quick.
-KICK_PRICES = 10000
+KICK_PRICES = 20000
 # Part of a price below which a difference is rounding.
 ROUNDING = 1e-9
 # Most experts of a link whose transfers cost nothing in a descent.
@@ -21,5 +21,3 @@ NO_PAIRS = 1e-12
 HOP_BITS = 6
 # Price of a trial that is left out.
 NO_PRICE = 1e300
-# Column of what a node does from which on an expert in it may make the number lower.
-FAR_PAIRS = 5

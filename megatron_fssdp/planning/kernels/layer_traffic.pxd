@@ -8,8 +8,8 @@ cdef class LayerTraffic(TransferTrees):
     cdef double[:, ::1] load_ED, load_EN, rest_EN
     cdef double[::1] total_E, unserved_E, work, pairs_in, pairs_out, moves_in, moves_out, own_in, own_out
     cdef double all_pairs, each_far
-    cdef Py_ssize_t slots, own_hops, own_fill, far_at, version
-    cdef Py_ssize_t[::1] used_D, holders_E, hops_E, fill_E, is_stale_N, is_changed_E
+    cdef Py_ssize_t slots, own_hops, own_fill, far_at, version, num_held
+    cdef Py_ssize_t[::1] used_D, holders_E, hops_E, fill_E, is_stale_N, is_changed_E, held_N
     cdef Py_ssize_t[:, ::1] holders_EN
     @cython.locals(num=Py_ssize_t, left=Py_ssize_t)
     @cython.final

@@ -32,7 +32,8 @@ class LayerTraffic(TransferTrees):
             ``moves_in`` and ``moves_out`` the experts. Each has what devices do in their nodes, then each
             node, and from the place ``far_at`` on each device between nodes, if its NIC limits it;
             ``[2 D + N]``. A node gets and sends between nodes.
-        own_in, own_out: Experts that a node gets and sends for the expert that was last walked, ``[N]``; each
+        held_N: The ``num_held`` nodes that have the expert that was last walked, in the order of the chain.
+        own_in, own_out: Experts that a node gets and sends for that expert, ``[N]``; each
             of its holders computes ``each_far`` pairs of nodes without one.
         hops_E: Hops of each expert's longest path; 0 while it is out.
         fill_E: Hops before the last one of that path: those between nodes, shifted, plus those inside.
@@ -58,6 +59,7 @@ class LayerTraffic(TransferTrees):
         self.work, self.pairs_in, self.pairs_out = zero_reals(places), zero_reals(places), zero_reals(places)
         self.moves_in, self.moves_out = zero_reals(places), zero_reals(places)
         self.own_in, self.own_out = zero_reals(num_nodes), zero_reals(num_nodes)
+        self.held_N, self.num_held = zero_ints(num_nodes), 0
         self.is_stale_N = memoryview(np.ones(num_nodes, np.int64))
         for expert in range(experts):
             for i in range(num_nodes):
@@ -74,7 +76,7 @@ class LayerTraffic(TransferTrees):
         """Find what an expert adds to the places of the nodes that have it, and its longest path."""
         self.each_far = self.unserved_E[expert] / self.holders_E[expert]
         left = self.holders_E[expert]
-        position = 0  # place of the node in the chain between nodes
+        self.num_held = 0  # place of the node in the chain between nodes
         node = self.node_D[self.owner_E[expert]]
         self.own_hops = 0
         self.own_fill = 0
@@ -82,17 +84,18 @@ class LayerTraffic(TransferTrees):
             num = self.holders_EN[expert, node]
             if num > 0:
                 left -= num
-                self.own_in[node] = 1.0 if position > 0 else 0.0
+                self.held_N[self.num_held] = node
+                self.own_in[node] = 1.0 if self.num_held > 0 else 0.0
                 self.own_out[node] = 1.0 if left > 0 else 0.0
                 depth = 0
                 while num >> (depth + 1):
                     depth += 1
-                self.own_hops = max(self.own_hops, position + depth)
+                self.own_hops = max(self.own_hops, self.num_held + depth)
                 if num > 1:
-                    self.own_fill = max(self.own_fill, (position << HOP_BITS) + depth - 1)
+                    self.own_fill = max(self.own_fill, (self.num_held << HOP_BITS) + depth - 1)
                 elif left > 0:
-                    self.own_fill = max(self.own_fill, position << HOP_BITS)
-                position += 1
+                    self.own_fill = max(self.own_fill, self.num_held << HOP_BITS)
+                self.num_held += 1
             node = node + 1 if node + 1 < self.num_nodes else 0
 
     def rank_of_first(self, expert: int, node: int, at: int) -> int:
@@ -115,10 +118,9 @@ class LayerTraffic(TransferTrees):
         """Add an expert's holders to the sums (sign 1), or take them out: then all nodes send its pairs."""
         self.walk(expert)
         self.version += 1
-        for node in range(self.num_nodes):
+        for i in range(self.num_held):
+            node = self.held_N[i]
             num = self.holders_EN[expert, node]
-            if num == 0:
-                continue
             place = self.num_devices + node
             self.pairs_in[place] += sign * (self.each_far * num)
             self.pairs_out[place] -= sign * self.load_EN[expert, node]

@@ -5,6 +5,7 @@ from megatron_fssdp.planning.kernels.expert_parts cimport ExpertParts
 cdef class PlacementDescent(ExpertParts):
     cdef double best, trial_s, kept_s
     cdef unsigned char[:, ::1] kept_ED, tried_D
+    cdef double[:, ::1] plain
     cdef Py_ssize_t most_replicated, most_prices
     @cython.final
     cdef void keep_this(self) noexcept nogil

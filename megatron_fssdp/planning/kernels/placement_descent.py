@@ -20,6 +20,7 @@ class PlacementDescent(ExpertParts):
         best: Seconds of the present placement during a descent.
         kept_s: Seconds of the best placement so far, ``kept_ED``, which is the caller's at first.
         tried_D: Holders of an expert before :meth:`improve`, and in its best trial of ``trial_s`` seconds.
+        plain: ``work``, ``pairs_in`` and ``pairs_out`` of the placement without replicas.
         most_replicated: Most experts that may have replicas.
         most_prices: Most prices of a descent.
     """
@@ -31,6 +32,7 @@ class PlacementDescent(ExpertParts):
         ExpertParts.__init__(self, layer, owners, slots)
         self.most_replicated, self.most_prices, self.kept_s = most_replicated, most_prices, self.start_s
         self.kept_ED = memoryview(np.array(start_ED, np.uint8))
+        self.plain = memoryview(np.stack((self.work, self.pairs_in, self.pairs_out)))
         self.tried_D = memoryview(np.zeros((2, self.num_devices), np.uint8))
 
     def keep(self) -> float:
@@ -64,9 +66,15 @@ class PlacementDescent(ExpertParts):
         """Go to the placement without replicas."""
         for expert in range(self.num_experts):
             if self.holders_E[expert] > 1:
-                self.count_held(expert, -1)
                 self.spread(expert, 0)
-                self.count_held(expert, 1)
+                self.hops_E[expert] = self.fill_E[expert] = 0
+        for place in range(self.far_at + self.num_devices):
+            self.work[place], self.pairs_in[place] = self.plain[0, place], self.plain[1, place]
+            self.pairs_out[place] = self.plain[2, place]
+            self.moves_in[place] = self.moves_out[place] = 0.0
+        for node in range(self.num_nodes):
+            self.is_stale_N[node] = 1
+        self.version += 1
 
     def hold(self, expert: int, table: memoryview, row: int) -> None:
         """Give an expert that is out the holders of a row of a table."""
@@ -141,11 +149,11 @@ class PlacementDescent(ExpertParts):
             free = self.least_loaded(expert, node, False) if may_grow else -1
             if free >= 0:
                 self.try_put(expert, free, 1)
-        if may_grow:
-            self.spread(expert, 1)
-            self.note(expert)
-            self.hold(expert, self.tried_D, 0)
         if self.trial_s == self.best:
+            if may_grow:
+                self.spread(expert, 1)
+                self.note(expert)
+                self.hold(expert, self.tried_D, 0)
             for device in range(self.num_devices):
                 if self.tried_D[0, device] and device != self.owner_E[expert]:
                     self.try_put(expert, device, -1)

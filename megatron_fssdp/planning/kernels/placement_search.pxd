@@ -5,7 +5,8 @@ from megatron_fssdp.planning.kernels.placement_descent cimport PlacementDescent
 cdef class PlacementSearch(PlacementDescent):
     cdef double[::1] plan_D
     cdef Py_ssize_t[::1] want_E, by_owner_E, first_D, hottest_E, order_D, taken_D
-    cdef double[:, ::1] load_DE, load_NE
+    cdef const double[:, ::1] load_DE
+    cdef double[:, ::1] load_NE
     @cython.locals(gained=bint)
     cdef void climb(self) noexcept nogil
     @cython.locals(room=Py_ssize_t, gain=double, most=double, wanted=Py_ssize_t, picked=Py_ssize_t, more=Py_ssize_t)

@@ -42,7 +42,7 @@ class PlacementSearch(PlacementDescent):
             zero_ints(devices),
         )
         self.order_D = memoryview(np.arange(devices))
-        self.load_DE = memoryview(np.array(np.asarray(self.load_ED).T, order="C"))
+        self.load_DE = memoryview(np.ascontiguousarray(layer.load_DE))
         self.load_NE = memoryview(np.array(np.asarray(self.load_EN).T, order="C"))
         self.by_owner_E = memoryview(np.argsort(layer.owner_E, kind="stable"))
         owned_D = np.bincount(layer.owner_E, minlength=devices)
@@ -247,13 +247,13 @@ class PlacementSearch(PlacementDescent):
         last = self.num_prices + self.most_prices
         turn = 0
         missed = 0
-        while missed < 3 * self.num_experts and self.num_prices < last:
-            expert = self.hottest_E[turn // 3 % self.num_experts]
+        while missed < 4 * self.num_experts and self.num_prices < last:
+            expert = self.hottest_E[turn // 4 % self.num_experts]
             before = self.kept_s
             self.go_back()
-            if turn % 3 == 0 or self.may_grow(expert):
+            if turn % 4 == 0 or self.may_grow(expert):
                 self.count_held(expert, -1)
-                self.spread(expert, turn % 3)
+                self.spread(expert, turn % 4)
                 self.count_held(expert, 1)
                 self.descend(False, 0)
             turn += 1

@@ -11,7 +11,7 @@ from megatron_fssdp.planning.cost.layer_costs import CostedLayer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 if not cython.compiled:  # the .pxd file imports them for C
-    from megatron_fssdp.planning.kernels.constants import FAR_PAIRS, NO_PAIRS, NO_PRICE, ROUNDING
+    from megatron_fssdp.planning.kernels.constants import NO_PAIRS, NO_PRICE, ROUNDING
     from megatron_fssdp.planning.kernels.layer_traffic import LayerTraffic
 
 
@@ -24,8 +24,8 @@ class PricedLayer(LayerTraffic):
         most: For each node the highest values, or sums of eighth powers, of its devices' load, pairs and
             moved experts in the node, experts between nodes; then the node's experts between nodes; then
             pairs between nodes, of its devices and of the node. One more row is of a node with the expert
-            that is out, and one of all nodes without it. The last rows have the pairs between nodes of nodes
-            that lack it. ``[2 N + 2, 7]``.
+            that is out, and one of all nodes that lack it. The last rows have nodes that lack it.
+            ``[2 N + 2, 7]``.
         all_nodes: The columns of ``most``, joined for all nodes.
         rest_s: Seconds of the last :meth:`price` but for the experts'.
         most_work: Highest load, or sum of eighth powers, of trials that are not left out.
@@ -168,37 +168,38 @@ class PricedLayer(LayerTraffic):
         is_smooth = self.is_smooth
         if self.known != self.version:
             self.known = self.version
-            self.join_all(FAR_PAIRS)
-            for column in range(FAR_PAIRS):
-                self.most[without, column] = self.all_nodes[column]
             for node in range(self.num_nodes):
                 self.look_between(node, lacking + node, expert)
-        far_device = far = 0.0
+                for column in range(4):
+                    self.most[lacking + node, column] = self.most[node, column]
+            self.join_all(lacking)
+            for column in range(7):
+                self.most[without, column] = self.all_nodes[column]
         for column in range(7):
             self.all_nodes[column] = self.most[without, column]
-        for node in range(self.num_nodes):
-            if self.holders_EN[expert, node] > 0:
-                self.add_holders(node, row, expert, node)
-                if is_smooth:
-                    for column in range(FAR_PAIRS):
-                        self.all_nodes[column] -= self.most[node, column]
-                self.join(row, 0, 1)
-                if self.all_nodes[0] > self.most_work:
-                    return False
-                self.join(row, 1, 7)
-            else:
-                far_device = _join(is_smooth, far_device, self.most[lacking + node, 5])
-                far = _join(is_smooth, far, self.most[lacking + node, 6])
-        self.all_nodes[5] = _join(is_smooth, self.all_nodes[5], far_device)
-        self.all_nodes[6] = _join(is_smooth, self.all_nodes[6], far)
+        if not is_smooth:
+            self.all_nodes[5] = self.all_nodes[6] = 0.0
+            for node in range(self.num_nodes):
+                if self.holders_EN[expert, node] == 0:
+                    self.join(lacking + node, 5, 7)
+        for i in range(self.num_held):
+            node = self.held_N[i]
+            self.add_holders(node, row, expert, node)
+            if is_smooth:
+                for column in range(7):
+                    self.all_nodes[column] -= self.most[lacking + node, column]
+            self.join(row, 0, 1)
+            if self.all_nodes[0] > self.most_work:
+                return False
+            self.join(row, 1, 7)
         return True
 
-    def join_all(self, last: int) -> None:
-        """Write the rows of all nodes, joined, to the columns of ``all_nodes`` before the last one."""
+    def join_all(self, first: int) -> None:
+        """Write the rows of all nodes, the first of which is given, joined to ``all_nodes``."""
         for column in range(7):
             self.all_nodes[column] = 0.0
         for node in range(self.num_nodes):
-            self.join(node, 0, last)
+            self.join(first + node, 0, 7)
 
     def join_beside(self, expert: int, beside: int) -> None:
         """:meth:`join_holders` with another expert that came in since :meth:`price`."""
@@ -222,7 +223,7 @@ class PricedLayer(LayerTraffic):
         hops, fill = self.hops, self.fill
         self.num_prices += 1
         if expert < 0:
-            self.join_all(7)
+            self.join_all(0)
             return self.joined_seconds(hops, fill)
         self.walk(expert)
         hops, fill = max(hops, self.own_hops), max(fill, self.own_fill)
@@ -268,4 +269,5 @@ def _grow(is_smooth: bool, most: float, before: float, after: float) -> float:
 
 
 def _eighth_root(number: float) -> float:
-    return sqrt(sqrt(sqrt(number)))
+    # A difference of equal sums may be below 0.
+    return sqrt(sqrt(sqrt(max(number, 0.0))))

@@ -65,18 +65,23 @@ def test_other_owners_slots_and_costs_are_searched():
 
 
 def test_a_kept_placement_costs_at_most_a_little_more_than_a_new_search():
-    rng = np.random.default_rng(0)
-    iterations, log_E = Iterations(), rng.normal(size=EXPERTS)
-    for _ in range(40):
-        log_E = log_E + 0.01 * rng.normal(size=EXPERTS)
-        load_DE = np.tile(np.exp(log_E) * 4_000 / np.exp(log_E).sum(), (DEVICES, 1))
-        iterations.searches(load_DE)
-        search = layer_search(
-            CONTEXT.owner_E, load_DE, CONTEXT.topology, PROFILE, life=ReplicaLife.ITERATION, hides=True
-        )
-        _, least_s = search.best_placement(slots=1, most_replicated=EXPERTS)
-        assert iterations.last is not None
-        assert search.seconds(iterations.last) <= (1 + 4 * LEAST_SAVING) * least_s
+    """Both are searches that may miss the best placement, so single ones differ by more than all together."""
+    ratios = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        iterations, log_E = Iterations(), rng.normal(size=EXPERTS)
+        for _ in range(40):
+            log_E = log_E + 0.01 * rng.normal(size=EXPERTS)
+            load_DE = np.tile(np.exp(log_E) * 4_000 / np.exp(log_E).sum(), (DEVICES, 1))
+            iterations.searches(load_DE)
+            search = layer_search(
+                CONTEXT.owner_E, load_DE, CONTEXT.topology, PROFILE, life=ReplicaLife.ITERATION, hides=True
+            )
+            _, least_s = search.best_placement(slots=1, most_replicated=EXPERTS)
+            assert iterations.last is not None
+            ratios.append(search.seconds(iterations.last) / least_s)
+    assert max(ratios) <= 1 + 8 * LEAST_SAVING
+    assert np.mean(ratios) <= 1 + LEAST_SAVING / 2
 
 
 def test_an_iteration_that_is_planned_again_has_the_same_placement():
