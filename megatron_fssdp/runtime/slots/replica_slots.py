@@ -53,6 +53,8 @@ class ReplicaSlots:
         By default, sums are in fp32 or wider.
         """
         wanted = sorted(experts)
+        # A host's torch.autocast keeps casts by Parameter, and does not see that it holds another expert.
+        torch.clear_autocast_cache()
         if self.room is not None:
             self._slot_of.clear()
         for expert in [expert for expert in self._slot_of if expert not in wanted]:
