@@ -1,6 +1,7 @@
 """Loops that are correct in stock Megatron and unusual, and those that get one line of error instead."""
 
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -163,6 +164,13 @@ def adapt_routers(gpt):
         layer.mlp.router = Adapter(layer.mlp.router)
 
 
+def build_mixed(build, config):
+    """A model whose second layer has half as many experts."""
+    gpt, other = build(config), build(replace(config, num_moe_experts=config.num_moe_experts // 2))
+    gpt.decoder.layers[1] = other.decoder.layers[1]
+    return gpt
+
+
 def train_adapters():
     adapt_routers(gpt := host_loops.build(host_loops.config()))
     with patch.object(host_loops, "build", lambda config: gpt):
@@ -247,7 +255,7 @@ def test_unusual_loops_train_as_stock_megatron(table):
 
 
 HOME = {"home between iterations", "copy at home", "reference at home"}
-SERVED = HOME | {"frozen model", "adapters", "adapters after DDP"}
+SERVED = HOME | {"frozen model", "adapters", "adapters after DDP", "other numbers of experts at home"}
 REFUSED = {
     "state_dict": "restore_owners",
     "load_state_dict": "reshard_interval=0",
@@ -270,6 +278,7 @@ REFUSED = {
     "parts of a step": "step_with_ready_grads()",
     "other optimizer": "got the optimizer OtherAdam, wanted AdamW",
     "adapter": "LoRA",
+    "other numbers of experts": "got layers of 8 and 4 experts",
     "other strategy": "none on rank 0 and fssdp on rank 1",
 }
 
@@ -369,6 +378,9 @@ def refusals(rank, world_size):
     second.linear_fc1.weight = first.linear_fc1.weight
     with patch.object(host_loops, "build", lambda config: tied):
         note("tied experts", Host)
+    with patch.object(host_loops, "build", partial(build_mixed, host_loops.build)):
+        note("other numbers of experts", host_of, MOVING, 0)
+        note("other numbers of experts at home", host_of, FSSDP, 2)
     wrapped = host_loops.build(host_loops.config())
     for layer in wrapped.decoder.layers:
         for expert in layer.mlp.experts.local_experts:
