@@ -32,7 +32,7 @@ from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     refused_together,
 )
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-from megatron_fssdp.megatron_adapter.iterations.record_folder import describe_run
+from megatron_fssdp.megatron_adapter.iterations.record_folder import check_layers, describe_run
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder
 from megatron_fssdp.megatron_adapter.iterations.stage_records import IterationFacts
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import StockLoads
@@ -285,6 +285,8 @@ class ModelIterations(HostModel):
         if self.session is None:
             self._stock = StockLoads(self.chunks)
         with refused_together():  # Only rank 0 writes files, so only it finds that it cannot.
+            if record_dir is not None:
+                check_layers(self.chunks)
             if record_dir is not None and dist.get_rank() == 0:
                 record_dir = describe_run(record_dir, self)
             self.recorder = RunRecorder(record_dir, self.name, self.host)

@@ -1,7 +1,7 @@
 """Describes a run in the folder of its records, so that no run replaces those of another one."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +16,31 @@ from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import HOMES, SECTIONS, RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
 from megatron_fssdp.files import run_lock
+from megatron_fssdp.megatron_adapter.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel, HostSettings
+from megatron_fssdp.megatron_adapter.layer.moe_layer import global_number, trained_layers
 from megatron_fssdp.megatron_adapter.support.node_detection import ranks_of_node
 from megatron_fssdp.records.metrics import METRICS_FILE
 from megatron_fssdp.records.run_settings import SETTINGS_FILE, write_recorded_settings
 
 logger = logging.getLogger(__name__)
+
+
+def check_layers(chunks: Iterable[torch.nn.Module]) -> None:
+    """Refuse layers that arrays of all layers cannot describe. Collective over all ranks.
+
+    Raises:
+        ConfigurationError: Layers of a rank share a number, or layers have other numbers of experts.
+    """
+    pairs = (pair for chunk in chunks for pair in trained_layers(chunk))
+    own = [(global_number(layer, before), layer.config.num_moe_experts) for layer, before in pairs]
+    sizes = {size for layers in of_all_ranks(own) for _, size in layers}
+    numbers = [number for number, _ in own]
+    if len(set(numbers)) < len(numbers) or len(sizes) > 1:
+        raise ConfigurationError(
+            f"record_dir: got MoE layers {numbers} of {' and '.join(map(str, sorted(sizes)))} experts, wanted a "
+            "number of its own for each layer, and equally many experts in all; remove record_dir"
+        )
 
 
 def describe_run(asked: Path, model: HostModel) -> Path:

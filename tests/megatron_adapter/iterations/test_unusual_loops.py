@@ -208,6 +208,7 @@ def halve(host):
     host.results.gradients.append(host.gradients())
 
 
+RECORDING = ("none", {"record_dir": "unused"})
 QUOTA, FLEXMOE = ("quota", {"slots": 2}), ("flexmoe", {"placement_interval": 1, "window": 1})
 LOOPS = {
     late_reset: [MOVING],
@@ -279,6 +280,8 @@ REFUSED = {
     "other optimizer": "got the optimizer OtherAdam, wanted AdamW",
     "adapter": "LoRA",
     "other numbers of experts": "got layers of 8 and 4 experts",
+    "records of other numbers of experts": "layers [1, 2] of 4 and 8 experts",
+    "records of layers without numbers": "layers [0, 0] of 8 experts",
     "other strategy": "none on rank 0 and fssdp on rank 1",
 }
 
@@ -286,6 +289,7 @@ REFUSED = {
 def refusals(rank, world_size):
     """What each case says, or nothing."""
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     said = {}
 
@@ -370,6 +374,12 @@ def refusals(rank, world_size):
     layer = next(other_host._layers())
     layer.token_dispatcher = copy(layer._dispatchers._built)
     note("other dispatcher", other_host.passes)
+    with patch.object(host_loops, "build", partial(build_mixed, host_loops.build)):
+        note("other numbers of experts", host_of, MOVING, 0)
+        note("other numbers of experts at home", host_of, FSSDP, 2)
+        note("records of other numbers of experts", host_of, RECORDING, 1)
+    with patch.object(MoELayer, "set_layer_number"):  # as in a layer of several kinds of experts
+        note("records of layers without numbers", host_of, RECORDING, 1)
     host = host_of(("fastermoe", {"smart_schedule": True}), 1)
     router = next(host._layers()).router.weight
     note("gradients of few Parameters", torch.autograd.grad, host.forward(), [router])
@@ -378,9 +388,6 @@ def refusals(rank, world_size):
     second.linear_fc1.weight = first.linear_fc1.weight
     with patch.object(host_loops, "build", lambda config: tied):
         note("tied experts", Host)
-    with patch.object(host_loops, "build", partial(build_mixed, host_loops.build)):
-        note("other numbers of experts", host_of, MOVING, 0)
-        note("other numbers of experts at home", host_of, FSSDP, 2)
     wrapped = host_loops.build(host_loops.config())
     for layer in wrapped.decoder.layers:
         for expert in layer.mlp.experts.local_experts:
