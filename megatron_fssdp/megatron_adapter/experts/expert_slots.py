@@ -134,8 +134,8 @@ class ExpertSlots:
         moves = strategy.moves_owners or strategy.resident_slots
         if moves and context.num_experts != wanted and context.num_devices > 1:
             raise ConfigurationError(
-                f"re-sharding or resident replicas: got layers of {wanted} and {context.num_experts} experts, "
-                f"wanted equally many in all layers; {KEEP_OWNERS}, or another --moe-strategy"
+                f"re-sharding or resident replicas: got layers of {wanted} and {context.num_experts} "
+                f"experts, wanted equally many in all layers; {KEEP_OWNERS}, or another --moe-strategy"
             )
         self.layers.append(layer)
         self._experts.append(experts)

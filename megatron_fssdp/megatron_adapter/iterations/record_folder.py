@@ -37,9 +37,10 @@ def check_layers(chunks: Iterable[torch.nn.Module]) -> None:
     sizes = {size for layers in of_all_ranks(own) for _, size in layers}
     numbers = [number for number, _ in own]
     if len(set(numbers)) < len(numbers) or len(sizes) > 1:
+        of_experts = " and ".join(map(str, sorted(sizes)))
         raise ConfigurationError(
-            f"record_dir: got MoE layers {numbers} of {' and '.join(map(str, sorted(sizes)))} experts, wanted a "
-            "number of its own for each layer, and equally many experts in all; remove record_dir"
+            f"record_dir: got MoE layers {numbers} of {of_experts} experts, wanted another number for each "
+            "layer, and equally many experts in all; remove record_dir"
         )
 
 
