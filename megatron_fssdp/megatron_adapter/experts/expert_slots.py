@@ -22,6 +22,7 @@ from megatron_fssdp.collectives.device_clock import synchronized_s
 from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.collectives.sparse import slot_exchange
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter import KEEP_OWNERS
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
@@ -118,7 +119,19 @@ class ExpertSlots:
         self._owners: OwnerMap | None = None
 
     def add_layer(self, layer: SlotLayer, experts: SlotExperts) -> int:
-        """Register a layer before any owner moves, and return its index in the owner map."""
+        """Register a layer before any owner moves, and return its index in the owner map.
+
+        Raises:
+            ConfigurationError: It has other experts than the layers before, and the strategy moves experts.
+        """
+        strategy, context = layer.local.strategy, layer.local.context
+        wanted = self.layers[0].local.context.num_experts if self.layers else context.num_experts
+        moves = strategy.moves_owners or strategy.resident_slots
+        if moves and context.num_experts != wanted and context.num_devices > 1:
+            raise ConfigurationError(
+                f"re-sharding or resident replicas: got layers of {wanted} and {context.num_experts} "
+                f"experts, wanted equally many in all layers; {KEEP_OWNERS}, or another --moe-strategy"
+            )
         self.layers.append(layer)
         self._experts.append(experts)
         return len(self.layers) - 1

@@ -158,7 +158,8 @@ class ResidentExperts:
     def _scale_and_note(self, scale_gradients: Callable[[Any], None], factor: float | torch.Tensor) -> None:
         # Under --calculate-per-token-loss, Megatron sums gradients over the data-parallel ranks and divides
         # the sums by the number of tokens, which it knows only after the last backward pass.
-        self._token_factor = factor
+        # Loops also scale by themselves, so it may be called more than once.
+        self._token_factor = factor if self._token_factor is None else self._token_factor * factor
         scale_gradients(factor)
 
     def begin_step(self) -> None:

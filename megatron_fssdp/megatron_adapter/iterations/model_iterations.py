@@ -32,7 +32,7 @@ from megatron_fssdp.megatron_adapter.iterations.host_settings import (
     planning_facts,
 )
 from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder, describe_run
+from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder, check_layers, describe_run
 from megatron_fssdp.megatron_adapter.iterations.stage_records import IterationFacts
 from megatron_fssdp.megatron_adapter.iterations.stock_loads import stock_runtime
 from megatron_fssdp.megatron_adapter.iterations.training_reports import report_installation
@@ -285,6 +285,8 @@ class ModelIterations(HostModel):
     def _begin_records(self, record_dir: Path | None) -> None:
         if self.session is None:
             self._stock = stock_runtime(self.chunks)
+        if record_dir is not None:
+            check_layers(self.chunks)
         refusal: str | None = None
         try:
             if record_dir is not None and dist.get_rank() == 0:

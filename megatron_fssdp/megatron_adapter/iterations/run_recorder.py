@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.described_run import described_config
 from megatron_fssdp.config.run.run_config import RunConfig
@@ -27,6 +28,7 @@ from megatron_fssdp.megatron_adapter.iterations.stage_records import (
     by_stage,
     gathered,
 )
+from megatron_fssdp.megatron_adapter.layer.moe_layer import global_number, trained_layers
 from megatron_fssdp.megatron_adapter.support.node_detection import ranks_of_node
 from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter
@@ -53,6 +55,26 @@ _EQUAL_FIELDS = (
     *("layer", "num_replicas", "spag_bytes", "sprs_bytes", "cross_node_tokens", "schedule", "strategy"),
     *("spag_s", "spag_exposed_s", "sprs_s", "sprs_exposed_s"),
 )  # of a layer's load and of its metrics
+
+
+def check_layers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse layers that arrays of all layers cannot describe. Collective over all ranks.
+
+    Raises:
+        ConfigurationError: Layers of a rank share a number, or layers have other numbers of experts.
+    """
+    pairs = (pair for chunk in chunks for pair in trained_layers(chunk))
+    own = [(global_number(layer, before), layer.config.num_moe_experts) for layer, before in pairs]
+    of_ranks = of_all_ranks(own)
+    sizes = {size for layers in of_ranks for _, size in layers}
+    for layers in of_ranks:
+        numbers = [number for number, _ in layers]
+        if len(set(numbers)) < len(numbers) or len(sizes) > 1:
+            of_experts = " and ".join(map(str, sorted(sizes)))
+            raise ConfigurationError(
+                f"record_dir: got MoE layers {numbers} of {of_experts} experts, wanted another number for "
+                "each layer, and equally many experts in all; remove record_dir"
+            )
 
 
 def describe_run(asked: Path, model: HostModel) -> Path:

@@ -50,6 +50,8 @@ class ReplicaSlots:
         By default, sums are in fp32 or wider.
         """
         wanted, dtype = sorted(experts), sums or accumulation_dtype(self.layout.dtype)
+        # A host's torch.autocast keeps casts by Parameter, and does not see that it holds another expert.
+        torch.clear_autocast_cache()
         if self.room is not None:
             self._slot_of.clear()
         for expert in self._slot_of.keys() - wanted:

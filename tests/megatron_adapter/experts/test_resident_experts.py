@@ -13,7 +13,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from tests.support.training_preload import run_megatron_ranks
 
 from ..held_bytes import num_bytes, state_bytes
-from ..iterations.host_loops import Host, assert_equal, swift, trained
+from ..iterations.host_loops import Host, assert_equal, trained
 from ..training.parity.test_strategy_parity import cheap_links
 from ..training_run import note, relative_difference, rows, slow, train, wrap
 
@@ -79,12 +79,23 @@ def train_without_gloo_groups(rank, world_size):
     parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
     Host.has_gloo_groups = False
     flexmoe = {"slots": 2, "placement_interval": 1, "window": 1}
-    return [trained(strategy, swift) for strategy in (("none", {}), ("flexmoe", flexmoe))]
+    return [trained(strategy, scaling, 9) for strategy in (("none", {}), ("flexmoe", flexmoe))]
+
+
+def scaling(host, iteration):
+    """Gradients are scaled twice, by other numbers in each iteration."""
+    host.reset()
+    loss = host.passes()
+    for factor in (4.0 if iteration % 2 else 0.25, 0.5):
+        host.model.scale_gradients(factor)
+    host.step(loss)
 
 
 def test_a_host_may_have_no_groups_of_gloo():
-    """NeMo-RL makes none."""
-    assert_equal(run_megatron_ranks(train_without_gloo_groups, 2, ep=2), ["flexmoe"])
+    """NeMo-RL makes none, and scales gradients by itself."""
+    ranks = run_megatron_ranks(train_without_gloo_groups, 2, ep=2, env={"FSSDP_PROFILE_ITERATIONS": "1"})
+    assert_equal(ranks, ["flexmoe"])
+    assert all(flexmoe.replicas[3] for _, flexmoe in ranks)
 
 
 class LayerWiseDistributedOptimizer:

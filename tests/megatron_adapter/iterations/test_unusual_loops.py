@@ -1,6 +1,7 @@
 """Loops that are correct in stock Megatron and unusual, and those that get one line of error instead."""
 
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -163,6 +164,13 @@ def adapt_routers(gpt):
         layer.mlp.router = Adapter(layer.mlp.router)
 
 
+def build_mixed(build, config):
+    """A model whose second layer has half as many experts."""
+    gpt, other = build(config), build(replace(config, num_moe_experts=config.num_moe_experts // 2))
+    gpt.decoder.layers[1] = other.decoder.layers[1]
+    return gpt
+
+
 def train_adapters():
     adapt_routers(gpt := host_loops.build(host_loops.config()))
     with patch.object(host_loops, "build", lambda config: gpt):
@@ -200,6 +208,7 @@ def halve(host):
     host.results.gradients.append(host.gradients())
 
 
+RECORDING = ("none", {"record_dir": "unused"})
 QUOTA, FLEXMOE = ("quota", {"slots": 2}), ("flexmoe", {"placement_interval": 1, "window": 1})
 LOOPS = {
     late_reset: [MOVING],
@@ -247,7 +256,7 @@ def test_unusual_loops_train_as_stock_megatron(table):
 
 
 HOME = {"home between iterations", "copy at home", "reference at home"}
-SERVED = HOME | {"frozen model", "adapters", "adapters after DDP"}
+SERVED = HOME | {"frozen model", "adapters", "adapters after DDP", "other numbers of experts at home"}
 REFUSED = {
     "state_dict": "restore_owners",
     "load_state_dict": "reshard_interval=0",
@@ -270,6 +279,9 @@ REFUSED = {
     "parts of a step": "step_with_ready_grads()",
     "other optimizer": "got the optimizer OtherAdam, wanted AdamW",
     "adapter": "LoRA",
+    "other numbers of experts": "got layers of 8 and 4 experts",
+    "records of other numbers of experts": "layers [1, 2] of 4 and 8 experts",
+    "records of layers without numbers": "layers [0, 0] of 8 experts",
     "other strategy": "none on rank 0 and fssdp on rank 1",
 }
 
@@ -277,6 +289,7 @@ REFUSED = {
 def refusals(rank, world_size):
     """What each case says, or nothing."""
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.moe.moe_layer import MoELayer
 
     said = {}
 
@@ -361,6 +374,12 @@ def refusals(rank, world_size):
     layer = next(other_host._layers())
     layer.token_dispatcher = copy(layer._dispatchers._built)
     note("other dispatcher", other_host.passes)
+    with patch.object(host_loops, "build", partial(build_mixed, host_loops.build)):
+        note("other numbers of experts", host_of, MOVING, 0)
+        note("other numbers of experts at home", host_of, FSSDP, 2)
+        note("records of other numbers of experts", host_of, RECORDING, 1)
+    with patch.object(MoELayer, "set_layer_number"):  # as in a layer of several kinds of experts
+        note("records of layers without numbers", host_of, RECORDING, 1)
     host = host_of(("fastermoe", {"smart_schedule": True}), 1)
     router = next(host._layers()).router.weight
     note("gradients of few Parameters", torch.autograd.grad, host.forward(), [router])

@@ -57,3 +57,14 @@ def test_autograd_adds_gradients_where_the_forward_pass_ran():
         assert get_gradient_edge(first).node.metadata, "the graph keeps the nodes"
         total.backward()
         del total
+
+
+def test_a_cast_of_torch_autocast_is_that_of_the_expert_in_the_slot():
+    """One context around several micro-batches has the weights of each of them."""
+    slots = ReplicaSlots(ExpertLayout(SHAPES, torch.float32), torch.device("cpu"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for expert in (4, 7):
+            slots.hold((expert,))
+            slots.open_weights()
+            slots.weights()[expert].fill_(expert)
+            assert torch.mm(torch.ones(1, 3), slots.parameters(expert)[0]).eq(3 * expert).all()
