@@ -225,9 +225,9 @@ def let_messages_be_late():
 
     draw = random.Random(int(os.environ["RANK"]))
 
-    def post_late(post, *arguments, **how):
+    def start_late(start, *arguments, **how):
         if draw.random() < 0.3:
             time.sleep(draw.random() * 0.01)
-        return post(*arguments, **how)
+        return start(*arguments, **how)
 
-    wrap(sparse_transfer, "post", post_late)
+    wrap(sparse_transfer, "start_exchange", start_late)
