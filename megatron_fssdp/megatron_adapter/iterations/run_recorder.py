@@ -22,6 +22,7 @@ from megatron_fssdp.config.run.described_run import described_config
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.files import run_lock
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostModel, HostSettings
+from megatron_fssdp.megatron_adapter.iterations.record_folder import record_folder
 from megatron_fssdp.megatron_adapter.iterations.stage_records import (
     IterationFacts,
     RankRecord,
@@ -41,7 +42,6 @@ from megatron_fssdp.records.metrics import (
     SelectionMetrics,
 )
 from megatron_fssdp.records.placements import PlacementsWriter
-from megatron_fssdp.records.record_folder import record_folder
 from megatron_fssdp.records.run_settings import write_recorded_settings
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad

@@ -1,8 +1,8 @@
 """No run replaces the records of another one."""
 
 from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.megatron_adapter.iterations.record_folder import record_folder
 from megatron_fssdp.records.metrics import METRICS_FILE
-from megatron_fssdp.records.record_folder import record_folder
 from megatron_fssdp.records.run_settings import write_recorded_settings
 
 
