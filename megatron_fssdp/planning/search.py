@@ -13,8 +13,9 @@ The search, ``kernels/placement_search.py``, compares all placements by one pric
    repeated while 1, 2, 4, … experts on each link cost nothing.
 3. **Descents** from the best placement so far, by the exact price, the smooth one and the exact one again. A
    step takes an expert with a large part of the busiest device or link. It adds a replica; or, if this saves
-   nothing, it drops one, puts one into every node or everywhere, or, by the exact price, swaps one with the
-   least useful replica of a full device. Then **kicks**: all replicas of one expert change at once, and a
+   nothing, it drops one, puts one into every node (by the smooth price, it also tries this for experts that
+   have none) or everywhere, or, by the exact price, swaps one with the least useful replica of a full device.
+   Then **kicks**: all replicas of one expert change at once, and a
    descent follows.
 4. Replicas without which the placement costs no more are dropped.
 

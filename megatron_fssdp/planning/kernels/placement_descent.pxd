@@ -29,7 +29,7 @@ cdef class PlacementDescent(ExpertParts):
     cdef void note(self, Py_ssize_t expert) noexcept nogil
     @cython.final
     cdef void try_put(self, Py_ssize_t expert, Py_ssize_t device, Py_ssize_t sign) noexcept nogil
-    @cython.locals(may_grow=bint, gained=bint)
+    @cython.locals(may_grow=bint, is_alone=bint, gained=bint)
     @cython.final
     cdef bint improve(self, Py_ssize_t expert) noexcept nogil
     @cython.final

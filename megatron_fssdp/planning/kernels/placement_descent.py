@@ -149,11 +149,13 @@ class PlacementDescent(ExpertParts):
             free = self.least_loaded(expert, node, False) if may_grow else -1
             if free >= 0:
                 self.try_put(expert, free, 1)
+        # One in every node rarely gains more than a single one, and costs a price of all nodes.
+        is_alone = self.is_smooth and self.holders_E[expert] == 1
+        if may_grow and (is_alone or self.trial_s == self.best):
+            self.spread(expert, 1)
+            self.note(expert)
+            self.hold(expert, self.tried_D, 0)
         if self.trial_s == self.best:
-            if may_grow:
-                self.spread(expert, 1)
-                self.note(expert)
-                self.hold(expert, self.tried_D, 0)
             for device in range(self.num_devices):
                 if self.tried_D[0, device] and device != self.owner_E[expert]:
                     self.try_put(expert, device, -1)
