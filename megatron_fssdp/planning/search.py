@@ -15,8 +15,7 @@ The search, ``kernels/placement_search.py``, compares all placements by one pric
    step takes an expert with a large part of the busiest device or link. It adds a replica; or, if this saves
    nothing, it drops one, puts one into every node (by the smooth price, it also tries this for experts that
    have none) or everywhere, or, by the exact price, swaps one with the least useful replica of a full device.
-   Then **kicks**: all replicas of one expert change at once, and a
-   descent follows.
+   Then **kicks**: all replicas of one expert change at once, and a descent follows.
 4. Replicas without which the placement costs no more are dropped.
 
 An expert is taken out once for all its moves, and a price adds what it does to the highest values without it.
