@@ -49,9 +49,7 @@ def read_any_loads(path: Path, model: RoutedModel, most: int | None = None) -> t
     sources = sources_in(path)
     if len(sources) > 1:
         both = " and ".join(sources)
-        raise ConfigurationError(
-            f"--loads {path}: has {both}, wanted one of them; move them to other folders"
-        )
+        raise ConfigurationError(f"{path}: has {both}, wanted one of them; move them to other folders")
     if not sources:
         return read_loads(path), ""
     if sources == [LOADS_FILE]:  # Somebody's own array may have this name.
@@ -63,9 +61,7 @@ def read_any_loads(path: Path, model: RoutedModel, most: int | None = None) -> t
         return _read_array(path), ""
     if sources == [".csv"]:
         return _read_table(path, model.num_experts), ""
-    raise ConfigurationError(
-        f"--loads {path}: is another file, wanted .npy, .npz or .csv, or the folder of traces"
-    )
+    raise ConfigurationError(f"{path}: is another file, wanted .npy, .npz or .csv, or the folder of traces")
 
 
 def _read_array(path: Path) -> RecordedLoads:
