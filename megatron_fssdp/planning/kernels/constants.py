@@ -17,6 +17,8 @@ ROUNDING = 1e-9
 MOST_FREE = 64
 # Part of all pairs below which the traffic of a link is the rounding error of a difference.
 NO_PAIRS = 1e-12
+# Part of a sum of eighth powers below which its rest after a subtraction is added up again.
+LEAST_LEFT = 1e-6
 # Bits of a number of hops inside a node, which is at most the logarithm of the devices.
 HOP_BITS = 6
 # Price of a trial that is left out.

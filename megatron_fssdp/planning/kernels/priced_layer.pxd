@@ -1,5 +1,5 @@
 import cython
-from megatron_fssdp.planning.kernels.constants cimport NO_PAIRS, NO_PRICE, ROUNDING
+from megatron_fssdp.planning.kernels.constants cimport LEAST_LEFT, NO_PAIRS, NO_PRICE, ROUNDING
 from megatron_fssdp.planning.kernels.layer_traffic cimport LayerTraffic
 
 cdef class PricedLayer(LayerTraffic):
@@ -26,7 +26,7 @@ cdef class PricedLayer(LayerTraffic):
     cdef void add_holders(self, Py_ssize_t node, Py_ssize_t row, Py_ssize_t expert, Py_ssize_t without) noexcept nogil
     @cython.final
     cdef void join(self, Py_ssize_t row, Py_ssize_t first, Py_ssize_t last) noexcept nogil
-    @cython.locals(row=Py_ssize_t, without=Py_ssize_t, lacking=Py_ssize_t, is_smooth=bint)
+    @cython.locals(row=Py_ssize_t, without=Py_ssize_t, lacking=Py_ssize_t, is_smooth=bint, is_lost=bint)
     @cython.final
     cdef bint join_holders(self, Py_ssize_t expert) noexcept nogil
     @cython.final

@@ -11,7 +11,7 @@ from megatron_fssdp.planning.cost.layer_costs import CostedLayer
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 if not cython.compiled:  # the .pxd file imports them for C
-    from megatron_fssdp.planning.kernels.constants import NO_PAIRS, NO_PRICE, ROUNDING
+    from megatron_fssdp.planning.kernels.constants import LEAST_LEFT, NO_PAIRS, NO_PRICE, ROUNDING
     from megatron_fssdp.planning.kernels.layer_traffic import LayerTraffic
 
 
@@ -177,7 +177,17 @@ class PricedLayer(LayerTraffic):
                 self.most[without, column] = self.all_nodes[column]
         for column in range(7):
             self.all_nodes[column] = self.most[without, column]
-        if not is_smooth:
+        is_lost = not is_smooth
+        if is_smooth:
+            for i in range(self.num_held):
+                for column in range(7):
+                    self.all_nodes[column] -= self.most[lacking + self.held_N[i], column]
+            # Of pairs between nodes, so little may be left that it is the rounding error of the difference.
+            is_lost = (
+                self.all_nodes[5] < LEAST_LEFT * self.most[without, 5]
+                or self.all_nodes[6] < LEAST_LEFT * self.most[without, 6]
+            )
+        if is_lost:
             self.all_nodes[5] = self.all_nodes[6] = 0.0
             for node in range(self.num_nodes):
                 if self.holders_EN[expert, node] == 0:
@@ -185,9 +195,6 @@ class PricedLayer(LayerTraffic):
         for i in range(self.num_held):
             node = self.held_N[i]
             self.add_holders(node, row, expert, node)
-            if is_smooth:
-                for column in range(7):
-                    self.all_nodes[column] -= self.most[lacking + node, column]
             self.join(row, 0, 1)
             if self.all_nodes[0] > self.most_work:
                 return False
@@ -269,5 +276,4 @@ def _grow(is_smooth: bool, most: float, before: float, after: float) -> float:
 
 
 def _eighth_root(number: float) -> float:
-    # A difference of equal sums may be below 0.
-    return sqrt(sqrt(sqrt(max(number, 0.0))))
+    return sqrt(sqrt(sqrt(number)))
