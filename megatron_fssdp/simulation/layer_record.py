@@ -234,7 +234,7 @@ class LayerPrices:
         each_plan_s = first_plan_s = 0.0
         if planned.each_micro_batch:
             each_plan_s = self.host.dispatch_s + self.host.after_gate_s
-        elif planned.corrects:
+        elif planned.corrects and plan is not planned:  # which is also kept without a search
             first_plan_s = self.host.after_gate_s
         host_s = once * self.host.before_gate_s + times * runs * each_plan_s + once * first_plan_s
         return {

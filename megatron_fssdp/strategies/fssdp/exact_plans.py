@@ -60,11 +60,28 @@ def search_s(context: LayerContext) -> float:
     return MEASURED.of_layer("fssdp", context.num_experts, context.num_devices).after_gate_s
 
 
+@lru_cache(maxsize=512)
+def _even_plan(context: LayerContext, log_mean: int, life: ReplicaLife, slots: int, hides: bool) -> LayerPlan:
+    """The plan for counts that are all equal, 2 to the power of ``log_mean``."""
+    load_DE = np.full((context.num_devices, context.num_experts), 2.0**log_mean)
+    layer = (context.owner_E, load_DE, context.topology, context.costs)
+    placement, _ = layer_search(*layer, life=life, hides=hides).best_placement(
+        slots=slots, most_replicated=context.num_experts
+    )
+    in_pass, in_micro_batch = life is ReplicaLife.LAYER_PASS, life is ReplicaLife.MICRO_BATCH
+    plan = replace(context.owners_only, rematerialize=in_pass, each_micro_batch=in_micro_batch)
+    return replace(plan, gather_ahead=hides).placed(placement, context)
+
+
 @lru_cache(maxsize=512)  # layers of a model have equally many pairs in all iterations
-def even_s(context: LayerContext, mean: float) -> float:
-    """Modelled seconds of an iteration in which all counts are as their mean: no plan is faster."""
+def even_s(context: LayerContext, mean: float, life: ReplicaLife, slots: int, hides: bool) -> float:
+    """Modelled seconds of an iteration in which all counts are as their mean: hardly any plan is faster.
+
+    Replicas save traffic then as well.
+    """
     mean_DE = np.full((context.num_devices, context.num_experts), mean)
-    return plan_price(context.owners_only, mean_DE, context).seconds
+    plan = _even_plan(context, round(np.log2(max(mean, 1.0))), life, slots, hides)
+    return min(plan_price(tried, mean_DE, context).seconds for tried in (plan, context.owners_only))
 
 
 def corrected(
@@ -76,7 +93,8 @@ def corrected(
     """
     counts_DE = times * counts_DE
     planned_s = plan_price(plan, counts_DE, context, num_micro_batches=times).seconds
-    if even_s(context, float(counts_DE.mean())) > (1 - LEAST_SAVING) * planned_s:
+    best_s = even_s(context, float(counts_DE.mean()), plan.life, slots, plan.gather_ahead)
+    if best_s > (1 - LEAST_SAVING) * planned_s:
         return plan
     search = layer_search(
         *(context.owner_E, counts_DE, context.topology, context.costs), life=plan.life, hides=False
@@ -96,7 +114,8 @@ def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext
     """
     times, topology = context.costs.num_micro_batches, context.topology
     plan_s = plan_price(plan, counts_DE, context, num_micro_batches=1).seconds
-    if even_s(context, float((times * counts_DE).mean())) / times > (1 - LEAST_SAVING) * plan_s:
+    best_s = even_s(context, float((times * counts_DE).mean()), plan.life, slots, False) / times
+    if best_s > (1 - LEAST_SAVING) * plan_s:
         return plan
     tokens_ED = quota_assignment(context.owner_E, counts_DE, topology, slots=slots)
     held = ExpertPlacement(context.owner_E, plan.placement.present_ED | (tokens_ED > 0))
@@ -121,8 +140,8 @@ class SourceChoice:
     def __init__(self) -> None:
         self._planned: tuple[int, LayerPlan, np.ndarray] | None = None
         """What the past planned for the iteration after so many, by which forecast ``[E]``."""
-        self._saved: deque[tuple[float, np.ndarray]] = deque(maxlen=WINDOW)
-        """Seconds of iterations with plans of the past, and what sources would have saved, ``[S]``."""
+        self._seconds: deque[np.ndarray] = deque(maxlen=WINDOW)
+        """Seconds of compared iterations with plans of each source, ``[S]``."""
         self._chosen = 0
 
     def of(
@@ -140,7 +159,7 @@ class SourceChoice:
             _, plan, before_DE = known
             if np.array_equal(plan.placement.owner_E, context.owner_E):
                 self._compare(plan, before_DE, history, context, slots)
-        if self._chosen == 0 and len(self._saved) < WINDOW and not history.repeats and slots("first"):
+        if self._chosen == 0 and len(self._seconds) < WINDOW and not history.repeats and slots("first"):
             past_s = plan_price(past, forecast_DE, context).seconds
             wait_s = _counting_s(context) + search_s(context)
             return "first" if wait_s <= MOST_WAITING * past_s else "past"
@@ -161,30 +180,32 @@ class SourceChoice:
         """
         times, counts = context.costs.num_micro_batches, history.iterations_like(MOST_PRICED)
         past_s = _mean_s([past] * len(counts), counts, context)
-        is_even = even_s(context, float(counts[0].mean())) > (1 - LEAST_GAIN) * past_s
-        first_s = _counting_s(context) + (not is_even) * search_s(context)
-        saved_S = -np.array([0.0, first_s, times * (_counting_s(context) + search_s(context))])
+        best_s = even_s(context, float(counts[0].mean()), past.life, slots("first"), past.gather_ahead)
+        is_even = best_s > (1 - LEAST_GAIN) * past_s
+        plan_s, count_s = search_s(context), _counting_s(context)
+        waits_S = np.array([0.0, count_s + (not is_even) * plan_s, times * (count_s + plan_s)])
+        seconds_S = np.full(len(SOURCES), past_s)
         forecast_E = forecast_DE.sum(axis=0)
         alike = (load_similarity(counts_DE.sum(axis=0), forecast_E) for counts_DE in counts)
         is_known = is_even or all(similarity is None or similarity >= ALIKE for similarity in alike)
         if not is_known or SOURCES[self._chosen] == "each":
-            compared_s = (1 + len(counts)) * search_s(context) / context.num_devices
+            compared_s = (1 + len(counts)) * plan_s / context.num_devices
             if (history.num_seen + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):
                 return
-            gains_S = [0.0, -np.inf, -np.inf]
+            seconds_S[1:] = np.inf
             if num := slots("first"):
                 first = corrected(past, counts[0] // times, context, slots=num, times=times)
-                gains_S[1] = past_s - _mean_s([first] * len(counts), counts, context, planned=past)
+                seconds_S[1] = _mean_s([first] * len(counts), counts, context, planned=past)
             if num := slots("each"):
                 plain = replace(context.owners_only, each_micro_batch=True, gather_ahead=past.gather_ahead)
                 plans = [of_micro_batch(plain, batch_DE // times, context, slots=num) for batch_DE in counts]
-                gains_S[2] = past_s - _mean_s(plans, counts, context)
-            saved_S = saved_S + gains_S
-        self._saved.append((past_s, saved_S))
-        least_s = LEAST_GAIN * sum(past_s for past_s, _ in self._saved)
-        all_S = sum(saved_S for _, saved_S in self._saved) - least_s * np.arange(len(SOURCES))
-        all_S[self._chosen] += least_s / 2  # So layers do not change to and fro.
-        self._chosen = int(np.argmax(all_S))
+                seconds_S[2] = _mean_s(plans, counts, context)
+        self._seconds.append(seconds_S + waits_S)
+        all_S = np.sum(self._seconds, axis=0)
+        least_s = LEAST_GAIN * all_S.min()
+        all_S += least_s * np.arange(len(SOURCES))
+        all_S[self._chosen] -= least_s / 2  # So layers do not change to and fro.
+        self._chosen = int(np.argmin(all_S))
 
 
 def _counting_s(context: LayerContext) -> float:

@@ -80,13 +80,31 @@ def test_a_jump_is_levelled():
     assert max_over_mean(past.dispatch(counts_DE, SLOW.topology).device_tokens_D) > 5
 
 
-def test_even_loads_keep_the_plan_without_a_search(monkeypatch):
-    monkeypatch.setattr("megatron_fssdp.strategies.fssdp.exact_plans.layer_search", None)
-    past = dataclasses.replace(SLOW.owners_only, corrects=True)
+def test_even_loads_keep_the_plan_and_are_searched_once(monkeypatch):
+    context = dataclasses.replace(SLOW, profile=dataclasses.replace(SLOW.costs, expert_bytes=400_000_000))
+    past = dataclasses.replace(context.owners_only, corrects=True)
+    plain = LayerPlan.owners_only(context, each_micro_batch=True)
     counts_DE = hot_counts_DE()
-    assert seconds(past, counts_DE) == pytest.approx(even_s(SLOW, float(TIMES * counts_DE.mean())), rel=1e-6)
-    assert corrected(past, counts_DE, SLOW, slots=2, times=TIMES) is past
-    assert of_micro_batch(PLAIN, counts_DE, SLOW, slots=2) is PLAIN
+    for _ in range(2):
+        assert corrected(past, counts_DE, context, slots=2, times=TIMES) is past
+        assert of_micro_batch(plain, counts_DE, context, slots=2) is plain
+        monkeypatch.setattr("megatron_fssdp.strategies.fssdp.exact_plans.layer_search", None)
+
+
+def test_even_loads_get_the_replicas_that_save_traffic():
+    profile = dataclasses.replace(SLOW.costs, expert_bytes=40_000, token_bytes=400_000)
+    context = dataclasses.replace(SLOW, profile=profile)
+    past = dataclasses.replace(context.owners_only, corrects=True)
+    plain = LayerPlan.owners_only(context, each_micro_batch=True)
+    even_DE, hot_DE = hot_counts_DE(pairs=0), hot_counts_DE(0)
+    for counts_DE in (even_DE, hot_DE):
+        for planned, plan in (
+            (past, corrected(past, counts_DE, context, slots=2, times=TIMES)),
+            (plain, of_micro_batch(plain, counts_DE, context, slots=2)),
+        ):
+            least_s = even_s(context, float(TIMES * even_DE.mean()), plan.life, 2, plan is not plain)
+            assert seconds(plan, counts_DE, planned, context) < 0.9 * seconds(past, counts_DE, None, context)
+            assert counts_DE is hot_DE or seconds(plan, even_DE, planned, context) < 1.2 * least_s
 
 
 def test_tokens_that_travel_once_are_not_shared_out_exactly():
