@@ -79,9 +79,13 @@ class LayerContext:
 
     def with_exchange(self, deduplicated: bool) -> "LayerContext":
         """The same layer with prices of the deduplicated exchange, or of Megatron's."""
-        if self.profile is None or self.profile.deduplicated == deduplicated:
-            return self
-        return replace(self, profile=replace(self.profile, deduplicated=deduplicated))
+        is_priced = self.profile is None or self.profile.deduplicated == deduplicated
+        return self if is_priced else self._with_other_exchange
+
+    @cached_property
+    def _with_other_exchange(self) -> "LayerContext":
+        profile = replace(self.costs, deduplicated=not self.costs.deduplicated)
+        return replace(self, profile=profile)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,9 @@ def test_a_dispatcher_that_sends_tokens_once_is_priced_so_and_never_switched():
     plain, tokens = LayerPlan.owners_only(CONTEXT), replace(fused, profile=replace(flex, deduplicated=True))
     seconds = [plan_price(plain, COUNTS_DE, layer).seconds for layer in (megatron, fused, tokens)]
     assert seconds[1] == seconds[2] < seconds[0]
-    assert plan_price(plain, COUNTS_DE, megatron.with_exchange(True)).seconds < seconds[0]
+    once = megatron.with_exchange(True)
+    assert plan_price(plain, COUNTS_DE, once).seconds < seconds[0]
+    assert megatron.with_exchange(True) is once, "what is known about it is found again"
 
 
 def test_a_candidate_of_another_package_that_fails_is_not_selected_and_is_named(caplog):

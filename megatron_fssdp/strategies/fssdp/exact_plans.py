@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_fssdp.planning.cost.host_seconds import MEASURED
 from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
-from megatron_fssdp.planning.loads import LoadHistory, load_similarity
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -43,9 +43,6 @@ LEAST_GAIN = 0.02
 
 MOST_WAITING = 0.1
 """Part of the seconds that ``first`` may wait while few iterations are compared: a jump costs far more."""
-
-ALIKE = 0.9
-"""Similarity of counts to the forecast from which on no source can save much."""
 
 MOST_PRICED = 4
 """Micro-batches with which plans are priced; each takes about 0.3 ms with 256 experts on 64 devices."""
@@ -185,9 +182,8 @@ class SourceChoice:
         plan_s, count_s = search_s(context), _counting_s(context)
         waits_S = np.array([0.0, count_s + (not is_even) * plan_s, times * (count_s + plan_s)])
         seconds_S = np.full(len(SOURCES), past_s)
-        forecast_E = forecast_DE.sum(axis=0)
-        alike = (load_similarity(counts_DE.sum(axis=0), forecast_E) for counts_DE in counts)
-        is_known = is_even or all(similarity is None or similarity >= ALIKE for similarity in alike)
+        promised_s = plan_price(past, forecast_DE, context).seconds
+        is_known = is_even or not forecast_DE.any() or (1 - LEAST_GAIN) * past_s <= promised_s
         if not is_known or SOURCES[self._chosen] == "each":
             compared_s = (1 + len(counts)) * plan_s / context.num_devices
             if (history.num_seen + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):
