@@ -8,6 +8,7 @@ SparseAllGather, a change of replicas copies parameters, master weights and opti
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ class ResidentExperts:
                 "resident replicas: got Megatron's layer-wise optimizer, wanted one that is not; use "
                 "--optimizer muon without --use-distributed-optimizer, or another --moe-strategy"
             )
-        self._owned, self._optimizer = owned, optimizer
+        self._owned, self._optimizer, self._chunks = owned, optimizer, model_chunks
         # A stage without MoE layers also builds DDP and an optimizer, because Megatron compares parameter
         # groups over all ranks.
         num_layers = len(owned.layers)
@@ -61,7 +62,8 @@ class ResidentExperts:
                 "resident replicas: got experts with frozen parameters, wanted trained ones; use another "
                 "--moe-strategy"
             )
-        self._token_factor: float | torch.Tensor | None = None
+        # Backward passes of the layers and versions of their gradients when replicas followed last.
+        self._followed: tuple[list[int], list[int]] = [], []
         # Of each resident slot of this rank, layer by layer.
         self.parameters = [_like(template) for template in templates for _ in range(slots)]
         first = model_chunks[0]
@@ -113,7 +115,7 @@ class ResidentExperts:
             SimpleNamespace(chained_optimizers=[optimizer, self._resident_optimizer]),
         )
         # Megatron scales all model chunks by one factor.
-        wrap(first, "scale_gradients", self._scale_and_note)
+        wrap(first, "scale_gradients", self._scale)
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
 
     def zero_gradients(self) -> None:
@@ -121,7 +123,7 @@ class ResidentExperts:
         self._ddp.zero_grad_buffer()
         # Its step has left gradients at the Parameters, to which autograd would add.
         self._resident_optimizer.zero_grad()
-        self._token_factor = None
+        self._followed = [], []
 
     def quantities(self) -> list[SlotQuantity]:
         """What is copied to replicas: see :func:`slot_quantities`."""
@@ -155,20 +157,38 @@ class ResidentExperts:
         """Whether a device of this pipeline stage holds a resident replica."""
         return bool(self._owned.layers) and bool((self._map.expert_LDW != EMPTY).any())
 
-    def _scale_and_note(self, scale_gradients: Callable[[Any], None], factor: float | torch.Tensor) -> None:
-        # Under --calculate-per-token-loss, Megatron sums gradients over the data-parallel ranks and divides
-        # the sums by the number of tokens, which it knows only after the last backward pass.
-        # Loops also scale by themselves, so it may be called more than once.
-        self._token_factor = factor if self._token_factor is None else self._token_factor * factor
-        scale_gradients(factor)
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Surround what changes gradients of owners and replicas alike; refuse other changes since the last.
+
+        A change between two backward passes is none: the sums after the second one start from the owners'.
+        """
+        passes, versions = self._seen()
+        if self.holds_any and any(passes) and self._followed[0] == passes and self._followed[1] != versions:
+            raise ConfigurationError(
+                "resident replicas: got gradients of experts that the loop has changed after its backward "
+                "passes, wanted only scale_gradients() of DDP, which replicas follow; use another "
+                "--moe-strategy"
+            )
+        yield
+        self._followed = self._seen()
+
+    def _seen(self) -> tuple[list[int], list[int]]:
+        # All views of a buffer count its versions together.
+        buffers = (buffer for chunk in self._chunks for buffer in chunk.expert_parallel_buffers)
+        passes = [layer.gradients.num_complete for layer in self._owned.layers]
+        return passes, [buffer.grad_data._version for buffer in buffers]
+
+    def _scale(self, scale_gradients: Callable[[Any], None], factor: float | torch.Tensor) -> None:
+        # Loops scale, and under --calculate-per-token-loss Megatron divides by the number of tokens.
+        scale_gradients(factor)  # All holders have the sums of all passes so far before.
+        self._ddp.scale_gradients(factor)
 
     def begin_step(self) -> None:
         """Reduce the replicas' gradients, before the model's optimizer steps."""
         if not self._owned.layers:
             return
         self._ddp.finish_grad_sync()
-        if self._token_factor is not None:
-            self._ddp.scale_gradients(self._token_factor)
         # Some optimizers count their steps in these settings, so the model's step changes them.
         self._copy_settings()
 

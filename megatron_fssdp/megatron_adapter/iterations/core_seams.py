@@ -136,9 +136,11 @@ def _reset(reset: Any, buffer: Any) -> None:
 
 
 def _join(change: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
-    if (model := model_of(ddp)) is not None:
-        model.join()
-    return change(ddp, *args, **kwargs)
+    if (model := model_of(ddp)) is None:
+        return change(ddp, *args, **kwargs)
+    model.join()
+    with model.following():
+        return change(ddp, *args, **kwargs)
 
 
 def _when_home(read: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -194,10 +195,15 @@ class IterationDriver:
                 "iteration, wanted those of before, whose states follow the experts; build it before, "
                 f"{KEEP_OWNERS}, or use another --moe-strategy"
             )
-        self.runtime.finish_gradients()
+        with self.following():
+            self.runtime.finish_gradients()
         self.runtime.end_passes()
         if self._residents is not None:
             self._residents.begin_step()
+
+    def following(self) -> AbstractContextManager[None]:
+        """Surround changes of gradients that resident replicas follow."""
+        return nullcontext() if self._residents is None else self._residents.following()
 
     def note_more_steps(self) -> None:
         """Take weights as known that an optimizer has written after the iteration; residents missed it."""

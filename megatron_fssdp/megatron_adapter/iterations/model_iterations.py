@@ -7,7 +7,7 @@ many calls of a schedule they are in.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,7 +168,12 @@ class ModelIterations(HostModel):
     def finish_gradients(self) -> None:
         """Bring the gradients of replicas home, before anybody reads or changes gradients. Collective."""
         if self.session is not None:
-            self.session.runtime.finish_gradients()
+            with self.following():
+                self.session.runtime.finish_gradients()
+
+    def following(self) -> AbstractContextManager[None]:
+        """Surround changes of gradients by Megatron's DDP, or by transfers."""
+        return nullcontext() if self.driver is None else self.driver.following()
 
     def drop(self) -> None:
         """Drop an iteration, where gradients are set to zero; one without backward passes yet goes on."""

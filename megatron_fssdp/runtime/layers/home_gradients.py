@@ -46,14 +46,14 @@ class HomeGradients:
         self._is_reduced = False  # Nothing may be added any more.
         self._has_sums = False  # of the iteration that have not left
         self._num_summed = 0  # backward passes in them
-        self._num_complete = 0
+        self.num_complete = 0  # backward passes of the iteration
         self._num_computed = 0
         self._over: deque[SlotPass] = deque()
 
     def note_iteration(self) -> None:
         """Note how many backward passes the iteration had, before it is forgotten."""
-        if self._num_complete:
-            self._num_before = self._num_complete, self._local.clock.num_micro_batches
+        if self.num_complete:
+            self._num_before = self.num_complete, self._local.clock.num_micro_batches
 
     def note_reduction(self) -> None:
         """Note that the gradients of the iteration are reduced over the data-parallel ranks."""
@@ -62,7 +62,7 @@ class HomeGradients:
     @property
     def has_begun(self) -> bool:
         """Whether a backward pass or a reduction of the iteration has begun."""
-        return not self.is_home or self._is_reduced or self._num_complete > 0
+        return not self.is_home or self._is_reduced or self.num_complete > 0
 
     @property
     def _num_expected(self) -> int:
@@ -131,7 +131,7 @@ class HomeGradients:
         else:
             if shared is not None and shared.transfers is not None:
                 shared.transfers.settle()
-            is_home = self._num_complete >= self._num_expected > 0 and not self._has_sums
+            is_home = self.num_complete >= self._num_expected > 0 and not self._has_sums
         if is_home:
             self._are_home()
 
@@ -176,14 +176,14 @@ class HomeGradients:
             self._complete(self._over.popleft())
 
     def _complete(self, slot_pass: SlotPass) -> None:
-        self._num_complete += 1
+        self.num_complete += 1
         self._num_summed += 1
         transfers, plan = slot_pass.transfers, slot_pass.plan
         if transfers is not None:
             transfers.end_use()
             transfers.add_gradients()
         if slot_pass.sums_passes:
-            if self._num_complete == self._num_expected:
+            if self.num_complete == self._num_expected:
                 self._send_sums(slot_pass)
                 if transfers is not None and not plan.gather_ahead:
                     transfers.settle()

@@ -83,11 +83,16 @@ def train_without_gloo_groups(rank, world_size):
 
 
 def scaling(host, iteration):
-    """Gradients are scaled twice, by other numbers in each iteration."""
+    """Gradients are scaled between passes and twice after them, by other numbers in each iteration."""
     host.reset()
-    loss = host.passes()
+    loss = 0.0
     for factor in (4.0 if iteration % 2 else 0.25, 0.5):
+        of_batch = host.forward()
+        of_batch.backward()
         host.model.scale_gradients(factor)
+        loss += float(of_batch)
+    host.finalize()
+    host.model.scale_gradients(4.0)
     host.step(loss)
 
 

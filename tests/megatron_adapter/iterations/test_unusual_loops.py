@@ -56,14 +56,19 @@ def own_finalize(host, iteration):
 
 
 def halving(host, iteration):
-    """No schedule; gradients are changed after backward passes, in one iteration after each."""
+    """No schedule; gradients are changed after backward passes, from the third iteration on after each."""
+    halving_between(host, iteration, at_end=True)
+
+
+def halving_between(host, iteration, at_end=False):
+    """Gradients are changed between backward passes."""
     host.reset()
     loss = 0.0
     for number in range(3):
         of_batch = host.forward()
         of_batch.backward()
         loss += float(of_batch)
-        if number == 2 or iteration == 2:
+        if at_end if number == 2 else iteration >= 2:
             halve(host)
     host.finalize()
     host.step(loss)
@@ -216,7 +221,8 @@ LOOPS = {
     own_finalize: [MOVING],
     in_parts: [MOVING],
     one_by_one: [MOVING],
-    halving: [MOVING, FLEXMOE],
+    halving: [MOVING],
+    halving_between: [FLEXMOE],
     crossed: [MOVING, QUOTA],
     # Weights are written while Parameters have the experts that their names mean.
     averaged: [FSSDP],
@@ -237,8 +243,8 @@ MORE = {
 def train_unusually(rank, world_size, table):
     """Stock Megatron's run, and that of each strategy, by loop."""
     return {
-        # FlexMoE can have replicas from the fourth iteration on.
-        loop: [trained(strategy, loop, 3 + (FLEXMOE in others)) for strategy in (("none", {}), *others)]
+        # FlexMoE can have replicas from the fourth iteration on, and the next one shows their step.
+        loop: [trained(strategy, loop, 3 + 2 * (FLEXMOE in others)) for strategy in (("none", {}), *others)]
         for loop, others in table.items()
     }
 
@@ -252,7 +258,7 @@ def test_unusual_loops_train_as_stock_megatron(table):
         for strategy, *runs in zip(strategies, *(others for _, *others in of_ranks), strict=True):
             assert min(run.num_known for run in runs) > 0
             assert strategy is not MOVING or all(run.moved[-1] for run in runs)
-            assert (loop, strategy) != (halving, FLEXMOE) or all(run.replicas[-1] for run in runs)
+            assert loop is not halving_between or all(run.replicas[-1] for run in runs)
 
 
 HOME = {"home between iterations", "copy at home", "reference at home"}
@@ -264,6 +270,7 @@ REFUSED = {
     "gradients while experts move": "zero_grad_buffer()",
     "fssdp in eval mode": "passes in training mode",
     "flexmoe in eval mode": "resident replicas have none",
+    "changed gradients of residents": "gradients of experts that the loop has changed",
     "reference of residents": "resident replicas: got weights of experts that were written",
     "reference while away": "re-sharding: got weights of experts that were written",
     "weights in an iteration": "written in the middle of an iteration",
@@ -348,6 +355,7 @@ def refusals(rank, world_size):
     note("flexmoe in eval mode", by_hand_in_eval_mode, host)
     note("reference of residents", host_loops.slime, host, 4)
     note("parts of a step", in_parts, Host(), 0)
+    note("changed gradients of residents", halving, host_of(FLEXMOE, 4), 4)
     host = Host()
     adam = type("OtherAdam", (torch.optim.AdamW,), {})  # as slime may build
     for member in getattr(host.optimizer, "chained_optimizers", [host.optimizer]):
