@@ -22,6 +22,7 @@ from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSetting
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 from megatron_fssdp.megatron_adapter.layer.moe_layer import join, places_of
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession, nccl_options
+from megatron_fssdp.megatron_adapter.support.megatron_repairs import log_in_quiet_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class Attachment:
         asked = self.settings.model_dump(mode="json", exclude={"record_dir"})
         named = {f"--moe-strategy-set {key}": value for key, value in asked.items()}
         check_equal({"--moe-strategy": self.name, **named}, devices)
+        if host.exports_by_name:  # Megatron-LM has a level of its own.
+            log_in_quiet_hosts()
         if (session := self.new_session(host)) is not None:
             if session.settings is not self.settings:
                 said = "[fssdp] this host may read experts by name, so owners do not move; reshard_interval=N"
