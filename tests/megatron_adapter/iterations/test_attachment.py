@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_fssdp
-from tests.support.training_preload import on_ranks
+from megatron_fssdp.records.metrics import read_metrics
+from tests.support.training_preload import on_ranks, run_megatron_ranks
 
 from . import host_loops
 
@@ -36,3 +37,21 @@ def test_a_model_that_is_dropped_gives_its_memory_back():
         assert len(attachment.models) == 1
         assert of_reference() is None
         del trained
+
+
+def train_two(rank, world_size, folder):
+    megatron_fssdp.attach("fssdp", {"slots": 2, "record_dir": str(folder)})
+    models = [host_loops.Host(), host_loops.Host()]
+    for _ in range(2):
+        losses = []
+        for model in models:
+            model.reset()
+            losses.append(model.passes())
+        for model, loss in zip(models, losses, strict=True):
+            model.step(loss)
+
+
+def test_models_that_train_side_by_side_have_records_of_their_own(tmp_path):
+    run_megatron_ranks(train_two, 2, tmp_path / "records", ep=2)
+    for folder in ("records", "records-2"):
+        assert [entry.iteration for entry in read_metrics(tmp_path / folder)] == [1, 2]
