@@ -7,6 +7,7 @@ optimizers. Models that are never wrapped, such as reference models, stay Megatr
 import atexit
 import logging
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -120,7 +121,9 @@ class Attachment:
         return settings.model_copy(update={"reshard_interval": 0})
 
     def _tell_absence(self) -> None:
-        if not self.has_joined and current() is self and os.environ.get("RANK", "0") == "0":
+        # Ray's driver and servers import what attaches in its workers, and are no ranks.
+        rank = os.environ.get("RANK", "no rank" if "ray" in sys.modules else "0")
+        if not self.has_joined and current() is self and rank == "0":
             print(
                 f"[fssdp] --moe-strategy {self.name} did nothing: Megatron's DDP wrapped no MoE layer",
                 flush=True,
