@@ -58,9 +58,14 @@ def release(folder: Path) -> None:
         file.close()
 
 
+def holds(folder: Path) -> bool:
+    """Whether this process itself holds a folder."""
+    return folder.resolve() in _held
+
+
 def refuse_live(folder: Path, asked_by: str) -> None:
     """Raise a ConfigurationError if a run of others holds a folder; nothing is written."""
-    if _is_held_for_us(place := folder.resolve()) or place in _held:
+    if _is_held_for_us(folder.resolve()) or holds(folder):
         return
     # Without a file, or on a file system without locks, nobody holds the folder.
     with suppress(OSError), (folder / LOCK_FILE).open(encoding="utf-8") as file:

@@ -22,7 +22,7 @@ _MODULES = {
     "verl": ("megatron.bridge", "verl.workers.engine_workers", "verl.workers.engine.megatron"),
     "swift": ("mcore_bridge.model.register", "swift.megatron.trainers", "swift.megatron.pipelines"),
 }
-_FIXED = {"MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+FIXED = {"MEGATRON_FSSDP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Host:
         """Run the script under torchrun and the plugin's launcher, in processes of their own."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         program = [*torchrun, "-m", "megatron_fssdp", self._script, *options.split()]
-        given = os.environ | _FIXED | environment
+        given = os.environ | FIXED | environment
         done = subprocess.run(program, env=given, cwd=ROOT, capture_output=True, text=True)
         return Run([done.returncode], done.stdout + done.stderr)
 
 
 def _serve(name, folder, pipe):
-    os.environ |= _FIXED
+    os.environ |= FIXED
     from tests.hosts import cpu_stand_ins
 
     cpu_stand_ins.install()

@@ -37,7 +37,7 @@ FUSIONS = """
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def parsed_options():
+def parsed_options(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for the model")
     parser.add_argument("--attach", metavar="NAME", help="strategy for megatron_fssdp.attach")
@@ -49,7 +49,7 @@ def parsed_options():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
     for name, meaning in FLAGS.items():
         parser.add_argument(f"--{name}", action="store_true", help=meaning)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def use_gloo():
@@ -95,28 +95,30 @@ def local_layers(config, vp_stage=None):
     return block
 
 
-def worker_of(options, kind):
-    """verl's worker of the actor, the critic or the reference."""
+def configuration_of(options, kind):
+    """What verl's worker of the actor, the critic or the reference is made from."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreOptimizerConfig, TrainingWorkerConfig
-    from verl.workers.engine_workers import TrainingWorker
 
     folder, _ = tiny_qwen.model_and_data(options.folder)
-    is_critic = kind == "critic"
     if (library := options.external_lib) is not None:
         sys.path.insert(0, str(library.parent))
     schedule = {"lr_warmup_steps": 0, "total_training_steps": 100, "lr_decay_style": "constant"}
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="value_model" if is_critic else "language_model",
-            model_config=HFModelConfig(path=str(folder), external_lib=library and library.stem),
-            engine_config=engine_of(options, kind),
-            optimizer_config=McoreOptimizerConfig(lr=5e-3, clip_grad=1.0, **schedule),
-            checkpoint_config=CheckpointConfig(),
-        )
+    return TrainingWorkerConfig(
+        model_type="value_model" if kind == "critic" else "language_model",
+        model_config=HFModelConfig(path=str(folder), external_lib=library and library.stem),
+        engine_config=engine_of(options, kind),
+        optimizer_config=McoreOptimizerConfig(lr=5e-3, clip_grad=1.0, **schedule),
+        checkpoint_config=CheckpointConfig(),
     )
+
+
+def worker_of(options, kind):
+    from verl.workers.engine_workers import TrainingWorker
+
+    worker = TrainingWorker(configuration_of(options, kind))
     worker.reset()
-    worker.set_loss_fn(value_loss() if is_critic else policy_loss())
+    worker.set_loss_fn(value_loss() if kind == "critic" else policy_loss())
     return worker
 
 

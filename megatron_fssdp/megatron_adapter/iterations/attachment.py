@@ -7,6 +7,7 @@ optimizers. Models that are never wrapped, such as reference models, stay Megatr
 import atexit
 import logging
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSetting
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
 from megatron_fssdp.megatron_adapter.layer.moe_layer import join, places_of
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession, nccl_options
+from megatron_fssdp.megatron_adapter.support.megatron_repairs import log_in_quiet_hosts
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,8 @@ class Attachment:
         asked = self.settings.model_dump(mode="json", exclude={"record_dir"})
         named = {f"--moe-strategy-set {key}": value for key, value in asked.items()}
         check_equal({"--moe-strategy": self.name, **named}, devices)
+        if host.exports_by_name:  # Megatron-LM has a level of its own.
+            log_in_quiet_hosts()
         if (session := self.new_session(host)) is not None:
             if session.settings is not self.settings:
                 said = "[fssdp] this host may read experts by name, so owners do not move; reshard_interval=N"
@@ -117,7 +121,9 @@ class Attachment:
         return settings.model_copy(update={"reshard_interval": 0})
 
     def _tell_absence(self) -> None:
-        if not self.has_joined and current() is self and os.environ.get("RANK", "0") == "0":
+        # Ray's driver and servers import what attaches in its workers, and are no ranks.
+        rank = os.environ.get("RANK", "no rank" if "ray" in sys.modules else "0")
+        if not self.has_joined and current() is self and rank == "0":
             print(
                 f"[fssdp] --moe-strategy {self.name} did nothing: Megatron's DDP wrapped no MoE layer",
                 flush=True,

@@ -8,6 +8,7 @@ from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.run_config import RunConfig
 from megatron_fssdp.config.run.sections import ModelArguments
+from megatron_fssdp.files import run_lock
 from megatron_fssdp.records.metrics import METRICS_FILE
 from megatron_fssdp.records.run_settings import SETTINGS_FILE
 
@@ -24,14 +25,15 @@ def record_folder(asked: Path, run: RunConfig | None, *, resumes: bool) -> Path:
     for number in count(1):
         folder = asked if number == 1 else asked.with_name(f"{asked.name}-{number}")
         metrics = folder / METRICS_FILE
-        # A run that ended before its first iteration has no records, so its folder is free.
-        if not metrics.exists() or not metrics.stat().st_size:
+        # A run that ended before its first iteration has no records, so its folder is free, but not that of
+        # another model of this process, whose first iteration may be open.
+        if not run_lock.holds(folder) and (not metrics.exists() or not metrics.stat().st_size):
             break
         used.append(folder)
     same = [folder for folder in used if resumes and _is_same(folder, run)]
     if used and not same:
         logger.warning(
-            f"[fssdp] record_dir {asked} has the records of another run; those of this run go to {folder}, "
+            f"[fssdp] record_dir {asked} has the records of another run or model; these go to {folder}, "
             "because only the same run, continued from its checkpoint, continues its records"
         )
     return same[-1] if same else folder

@@ -21,7 +21,8 @@ parameter; theirs keep one number for each parameter group. In megatron-core 0.1
 The last two repairs change nothing for other optimizers.
 
 **Log lines.** The package of Megatron's Muon logs by absl when it is imported. That configures logging, so
-what Megatron-LM then asks for has no effect, and its lines at INFO are lost, as are the plugin's.
+what Megatron-LM then asks for has no effect, and its lines at INFO are lost, as are the plugin's. They are
+also lost where a host wants warnings only (verl), or configures nothing in Ray's workers.
 """
 
 import importlib
@@ -60,6 +61,15 @@ def log_at_info(handler: Callable[[], logging.Handler]) -> None:
     is_plain = [type(present) for present in root.handlers] == [logging.StreamHandler]
     if is_plain and root.level == logging.WARNING and "absl.logging" in sys.modules:
         logging.basicConfig(handlers=[handler()], level=logging.INFO, force=True)
+
+
+def log_in_quiet_hosts() -> None:
+    """Let the plugin's lines at INFO be seen, unless the user has given its logger a level."""
+    package = logging.getLogger("megatron_fssdp")
+    if package.level == logging.NOTSET and not package.isEnabledFor(logging.INFO):
+        package.setLevel(logging.INFO)
+    if not package.hasHandlers():
+        package.addHandler(logging.StreamHandler())
 
 
 def _state_by_right_offsets(sharded_state: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

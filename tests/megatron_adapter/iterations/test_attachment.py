@@ -1,13 +1,19 @@
 """Models that join a strategy, and leave it when their loop drops them."""
 
 import gc
+import sys
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import megatron_fssdp
-from tests.support.training_preload import on_ranks
+from megatron_fssdp.config.strategy.strategy_registry import resolve_strategy
+from megatron_fssdp.megatron_adapter.iterations import attachment
+from megatron_fssdp.megatron_adapter.iterations.attachment import Attachment
+from megatron_fssdp.records.metrics import read_metrics
+from tests.support.training_preload import on_ranks, run_megatron_ranks
 
 from . import host_loops
 
@@ -36,3 +42,40 @@ def test_a_model_that_is_dropped_gives_its_memory_back():
         assert len(attachment.models) == 1
         assert of_reference() is None
         del trained
+
+
+def train_two(rank, world_size, folder):
+    megatron_fssdp.attach("fssdp", {"slots": 2, "record_dir": str(folder)})
+    models = [host_loops.Host(), host_loops.Host()]
+    for _ in range(2):
+        losses = []
+        for model in models:
+            model.reset()
+            losses.append(model.passes())
+        for model, loss in zip(models, losses, strict=True):
+            model.step(loss)
+
+
+def test_models_that_train_side_by_side_have_records_of_their_own(tmp_path):
+    run_megatron_ranks(train_two, 2, tmp_path / "records", ep=2)
+    for folder in ("records", "records-2"):
+        assert [entry.iteration for entry in read_metrics(tmp_path / folder)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("variables", "modules", "tells"),
+    [({}, (), True), ({}, ("ray",), False), ({"RANK": "0"}, ("ray",), True), ({"RANK": "1"}, (), False)],
+)
+def test_a_rank_tells_that_nothing_joined_but_not_the_driver_of_ray(
+    variables, modules, tells, monkeypatch, capsys
+):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name in modules:
+        monkeypatch.setitem(sys.modules, name, sys)
+    attached = Attachment("fssdp", resolve_strategy("fssdp", None, []))
+    monkeypatch.setattr(attachment, "_current", attached)
+    attached._tell_absence()
+    assert ("wrapped no MoE layer" in capsys.readouterr().out) == tells

@@ -5,7 +5,11 @@ import sys
 
 import pytest
 
-from megatron_fssdp.megatron_adapter.support.megatron_repairs import compilation_if_needed, log_at_info
+from megatron_fssdp.megatron_adapter.support.megatron_repairs import (
+    compilation_if_needed,
+    log_at_info,
+    log_in_quiet_hosts,
+)
 
 NAME = "megatron.core.datasets.helpers_cpp"
 
@@ -55,3 +59,19 @@ def test_only_what_absl_has_configured_is_replaced(module, handler, level, wante
     monkeypatch.setattr(logging.root, "level", level)
     log_at_info(Handler)
     assert (type(logging.root.handlers[0]), logging.root.level) == wanted
+
+
+@pytest.mark.parametrize("handlers", [1, 0], ids=["verl", "Ray"])
+@pytest.mark.parametrize(("asked", "is_seen"), [(logging.NOTSET, True), (logging.WARNING, False)])
+def test_lines_of_the_plugin_are_seen_once_in_quiet_hosts(monkeypatch, capsys, handlers, asked, is_seen):
+    package = logging.getLogger("megatron_fssdp")
+    for logger, level in ((logging.root, logging.WARNING), (package, asked)):
+        monkeypatch.setattr(logger, "handlers", [])
+        logger.manager._clear_cache()
+        monkeypatch.setattr(logger, "level", level)
+    logging.root.handlers += [logging.StreamHandler() for _ in range(handlers)]
+    log_in_quiet_hosts()
+    log_in_quiet_hosts()
+    logging.getLogger("megatron_fssdp.strategies").info("here")
+    assert capsys.readouterr().err.count("here") == is_seen
+    package.manager._clear_cache()
