@@ -121,13 +121,13 @@ class Attachment:
         return settings.model_copy(update={"reshard_interval": 0})
 
     def _tell_absence(self) -> None:
-        # Ray's driver and servers import what attaches in its workers, and are no ranks.
-        rank = os.environ.get("RANK", "no rank" if "ray" in sys.modules else "0")
-        if not self.has_joined and current() is self and rank == "0":
-            print(
-                f"[fssdp] --moe-strategy {self.name} did nothing: Megatron's DDP wrapped no MoE layer",
-                flush=True,
-            )
+        if self.has_joined or current() is not self or os.environ.get("RANK", "0") != "0":
+            return
+        said = f"[fssdp] --moe-strategy {self.name} did nothing: Megatron's DDP wrapped no MoE layer"
+        # Ray's driver imports what attaches in its workers, or what only should.
+        if "ray" in sys.modules and "RANK" not in os.environ:
+            said += " in this process of Ray; if no worker says 'installed', attach in the workers, too"
+        print(said, flush=True)
 
 
 _current: Attachment | None = None
