@@ -15,6 +15,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -283,9 +284,12 @@ def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int, bool]]:
 def places_of(model: torch.nn.Module) -> dict[Any, tuple[int | None, int]]:
     """What tells apart the MoE layers of one model: where predicted tokens are, and their numbers."""
     before = dict(_predicted(model))
-    # Pools of experts inside of another module have no number of their own.
-    numbers = ((layer, layer.layer_number or gate_of(layer).layer_number or 0) for layer in _layers(model))
-    return {layer: (before.get(layer), number) for layer, number in numbers}
+    return {layer: (before.get(layer), layer.layer_number or _gate_number(layer)) for layer in _layers(model)}
+
+
+def _gate_number(layer: Any) -> int:
+    # A pool of experts inside of another module has a number in its gate alone.
+    return next((part.layer_number or 0 for part in layer.modules() if isinstance(part, Router)), 0)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[Any]:
