@@ -125,7 +125,7 @@ class Layers:
             settings: Any = strategy_settings(name, {**VARIANTS[name], "nodes": NODES}, "variant")
             session = StrategySession(name, settings)
             self.runtime = session.runtime
-            self.layers = [StrategyMoELayer.of(layer, session) for layer in self.layers]
+            self.layers = [StrategyMoELayer.of(layer, session, n) for n, layer in enumerate(self.layers, 1)]
         for slot_layer in self.runtime.layers if self.runtime else ():
             slot_layer.local.set_profile(profile)
             passes = slot_layer.passes

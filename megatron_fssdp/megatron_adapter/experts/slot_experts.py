@@ -10,7 +10,7 @@ slots, so empty ones are bound to experts of zeros that all layers share; they g
 Shape letters: R rows that a rank receives, M model dimension, U slots of a device, E experts, D devices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, count, product, repeat
 from typing import Any
 
@@ -79,9 +79,10 @@ class SlotExperts:
         self._used: torch.Tensor | None = None
 
     def share_modules(self, others: Sequence["SlotExperts"]) -> None:
-        """Let slots of this layer compute with modules of other layers, whose Parameters they may hold."""
-        for other in others:
-            self._mlps = {**other._mlps, **self._mlps}
+        """Let this layer's activation compute with linear layers of others, whose Parameters it may hold."""
+        for key, mlp in chain.from_iterable(other._mlps.items() for other in others):
+            if key not in self._mlps:
+                self._mlps[key] = self._mlp_of(_linears(mlp))
 
     def bind(self, parameters_U: Sequence[ExpertParameters | None], *, for_iteration: bool) -> None:
         """Compute with the Parameters of each slot of this device from now on; ``None`` for an empty slot.
@@ -182,13 +183,14 @@ class SlotExperts:
     def _mlp(self, parameters: Any) -> Any:
         key = id(parameters[0])
         if key not in self._mlps:
-            template = self.module.local_experts[0]
-            mlp = _like(template)
-            for name in _LINEARS:
-                mlp._modules[name] = _unbound(getattr(template, name))
-            _bind(_linears(mlp), parameters, "")
-            self._mlps[key] = mlp
+            self._mlps[key] = self._mlp_of(map(_unbound, _linears(self.module.local_experts[0])))
+            _bind(_linears(self._mlps[key]), parameters, "")
         return self._mlps[key]
+
+    def _mlp_of(self, linears: Iterable[Any]) -> Any:
+        mlp = _like(self.module.local_experts[0])
+        mlp._modules.update(zip(_LINEARS, linears, strict=True))
+        return mlp
 
 
 def _grouped_body(experts: Any, num_slots: int) -> Any:

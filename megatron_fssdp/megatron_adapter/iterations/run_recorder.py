@@ -29,7 +29,7 @@ from megatron_fssdp.megatron_adapter.iterations.stage_records import (
     by_stage,
     gathered,
 )
-from megatron_fssdp.megatron_adapter.layer.moe_layer import global_number, trained_layers
+from megatron_fssdp.megatron_adapter.layer.moe_layer import trained_layers
 from megatron_fssdp.megatron_adapter.support.node_detection import ranks_of_node
 from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter
@@ -63,8 +63,8 @@ def check_layers(chunks: Sequence[torch.nn.Module]) -> None:
     Raises:
         ConfigurationError: Layers of a rank share a number, or layers have other numbers of experts.
     """
-    pairs = (pair for chunk in chunks for pair in trained_layers(chunk))
-    own = [(global_number(layer, before), layer.config.num_moe_experts) for layer, before in pairs]
+    layers = (of for chunk in chunks for of in trained_layers(chunk))
+    own = [(number, layer.config.num_moe_experts) for layer, number, _ in layers]
     of_ranks = of_all_ranks(own)
     sizes = {size for layers in of_ranks for _, size in layers}
     for layers in of_ranks:

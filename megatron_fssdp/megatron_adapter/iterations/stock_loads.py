@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_fssdp.megatron_adapter.layer.moe_layer import global_number, trained_layers
+from megatron_fssdp.megatron_adapter.layer.moe_layer import trained_layers
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.planning.placement.placement import even_owners
@@ -37,13 +37,13 @@ def stock_runtime(chunks: Iterable[torch.nn.Module]) -> MoERuntime:
     Layers whose tokens a CUDA graph dispatches are left out: it gives Megatron no routing map.
     """
     runtime = MoERuntime(EpStrategy(EpSettings()), measure=True)
-    layers = [pair for chunk in chunks for pair in trained_layers(chunk) if isinstance(pair[0], MoELayer)]
-    layers = [pair for pair in layers if not MegatronSettings.of(pair[0].config).captures_preprocess]
+    layers = [of for chunk in chunks for of in trained_layers(chunk) if isinstance(of[0], MoELayer)]
+    layers = [of for of in layers if not MegatronSettings.of(of[0].config).captures_preprocess]
     topology = detect_topology(layers[0][0].ep_group, None) if layers else None
-    for layer, before in layers:
+    for layer, number, _ in layers:
         assert topology is not None
         owner_E = even_owners(layer.config.num_moe_experts, topology.num_devices)
-        context = LayerContext(global_number(layer, before), owner_E, topology)
+        context = LayerContext(number, owner_E, topology)
         groups = ExpertGroups(layer.ep_group, topology, everyone=layer.token_dispatcher.tp_ep_group)
         # Megatron's experts compute; the runtime needs only to know where.
         nothing = [torch.nn.Parameter(torch.empty(0, device=next(layer.parameters()).device))]

@@ -15,6 +15,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -49,18 +50,19 @@ class StrategyMoELayer(MoELayer):
     """
 
     @classmethod
-    def of(cls, layer: MoELayer, session: StrategySession, later_layers_before: int | None = None) -> Self:
+    def of(
+        cls, layer: MoELayer, session: StrategySession, number: int = 1, is_predicted: bool = False
+    ) -> Self:
         """Let a built layer join a session, before DDP wraps its model. Collective over its groups.
 
-        For a layer of multi-token prediction, ``later_layers_before`` are those that come before the pattern
-        of layers to which it belongs.
+        It has a ``number`` in the model, and ``is_predicted`` in a layer of multi-token prediction.
         """
         layer.__class__ = cls
         joined = cast(Self, layer)
-        joined._join(session, later_layers_before)
+        joined._join(session, number, is_predicted)
         return joined
 
-    def _join(self, session: StrategySession, later_layers_before: int | None) -> None:
+    def _join(self, session: StrategySession, number: int, is_predicted: bool) -> None:
         config, pg_collection = self.config, _groups_of(self)
         settings = session.check_model(config)
         refuse_own_methods(self, ("route", "preprocess", "dispatch", "postprocess"), "object")
@@ -69,7 +71,7 @@ class StrategyMoELayer(MoELayer):
         groups = session.expert_groups(self.ep_group, pg_collection.expt_tp, pg_collection.tp_ep)
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
         context = LayerContext(
-            global_number(self, later_layers_before),
+            number,
             owner_E,
             groups.topology,
             shares_evenly=settings.captures_preprocess,
@@ -104,7 +106,7 @@ class StrategyMoELayer(MoELayer):
         self._dispatchers = SlotDispatchers(self, session, settings, groups, pg_collection)
         # Layers of multi-token prediction keep their owners, because their checkpoint keys have another form.
         self._index: int | None = None
-        if later_layers_before is None:
+        if not is_predicted:
             self._index = session.slots.add_layer(self.slot_layer, self._slot_experts)
             keep_names(self.experts, session.slots)
         session.runtime.timer.is_usable = not config.overlap_moe_expert_parallel_comm
@@ -195,13 +197,6 @@ class StrategyMoELayer(MoELayer):
         return self.slot_layer.finish(super().postprocess(output, shared_expert_output))
 
 
-def global_number(layer: MoELayer, before: int | None) -> int:
-    """The number of a layer in its model; one of multi-token prediction has layers ``before`` its pattern."""
-    # Megatron numbers layers of multi-token prediction from 1 again. Here they come after the decoder's.
-    number: int = layer.layer_number or 0
-    return number if before is None else layer.config.num_layers + before + number
-
-
 def _groups_of(layer: Any) -> ProcessGroupCollection:
     """The process groups with which Megatron has built a layer."""
     router, dispatcher, groups = gate_of(layer), layer.token_dispatcher, ProcessGroupCollection()
@@ -263,28 +258,38 @@ def join(model: torch.nn.Module, session: StrategySession) -> list[StrategyMoELa
                 f"{type(layer).__qualname__}, wanted {MoELayer.__module__}.MoELayer; build the model from "
                 "Megatron's MoE layer, attach one strategy before DDP wraps it, or use --moe-strategy none"
             )
-    return [StrategyMoELayer.of(layer, session, before) for layer, before in trained_layers(model)]
+    layers = trained_layers(model)
+    return [StrategyMoELayer.of(layer, session, number, predicted) for layer, number, predicted in layers]
 
 
-def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int | None]]:
-    """The MoE layers of a model chunk, each with how many come before its pattern of layers, if it is in one.
+def trained_layers(model: torch.nn.Module) -> list[tuple[Any, int, bool]]:
+    """The MoE layers of a model chunk with their numbers, and whether they are of multi-token prediction.
 
     If a model has two layers of the same number, as with a teacher inside, those whose experts are frozen are
-    left out.
+    left out. If both are trained, as two pools of experts in ERNIE-4.5-VL, the second has 1000 more. Layers
+    without a number have 0.
     """
     places = places_of(model)
-    numbers = Counter(places.values())
-    return [
-        (layer, place[0])
-        for layer, place in places.items()
-        if numbers[place] == 1 or any(parameter.requires_grad for parameter in layer.experts.parameters())
-    ]
+    shared, taken, layers = Counter(places.values()), Counter[Any](), []
+    for layer, (before, number) in places.items():
+        place = before, number
+        if shared[place] == 1 or any(parameter.requires_grad for parameter in layer.experts.parameters()):
+            # Megatron numbers layers of multi-token prediction from 1 again. Here they follow the decoder's.
+            first = 0 if before is None else layer.config.num_layers + before
+            layers.append((layer, number and first + number + 1000 * taken[place], before is not None))
+            taken[place] += 1
+    return layers
 
 
 def places_of(model: torch.nn.Module) -> dict[Any, tuple[int | None, int]]:
     """What tells apart the MoE layers of one model: where predicted tokens are, and their numbers."""
     before = dict(_predicted(model))
-    return {layer: (before.get(layer), layer.layer_number or 0) for layer in _layers(model)}
+    return {layer: (before.get(layer), layer.layer_number or _gate_number(layer)) for layer in _layers(model)}
+
+
+def _gate_number(layer: Any) -> int:
+    # A pool of experts inside of another module has a number in its gate alone.
+    return next((part.layer_number or 0 for part in layer.modules() if isinstance(part, Router)), 0)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[Any]:

@@ -82,6 +82,26 @@ def test_quantized_copies_end_with_the_weights_of_an_iteration():
     assert copies == [[2, 0], [0, 3], [0, 0], [2, 0]]
 
 
+@on_ranks(1)
+def test_an_expert_of_another_layer_computes_with_the_activation_of_this_one():
+    """Step-3.5 limits the activations of single layers."""
+    layers = []
+    for limit in (None, 0.01):
+        config = moe_config(1, HIDDEN, 2, gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+        config.activation_func_clamp_value = limit
+        layers.append(build_layer(config, "ep", {}, stock=True).experts)
+    unlimited, limited = map(SlotExperts, layers, (2, 2))
+    limited.share_modules([unlimited, limited])
+    limited.bind(unlimited.parameters, for_iteration=True)
+    given = torch.randn(4, HIDDEN), torch.tensor([2, 2]), torch.ones(4)
+    got, _ = limited.compute(*given)
+    for mine, theirs in zip(layers[1].parameters(), layers[0].parameters(), strict=True):
+        mine.data.copy_(theirs)
+    wanted, _ = layers[1](*given)
+    torch.testing.assert_close(got, wanted)
+    assert not torch.allclose(layers[0](*given)[0], wanted)
+
+
 def draw():
     generator = torch.Generator().manual_seed(dist.get_rank())
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=generator)

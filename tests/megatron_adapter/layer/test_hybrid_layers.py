@@ -81,6 +81,22 @@ def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder():
     assert [layer._index for layer in layers] == [0, None, None]
 
 
+@on_ranks(2, ep=2)
+def test_two_pools_of_experts_in_a_layer_have_different_numbers():
+    """As in ERNIE-4.5-VL, where only their routers know the number. Strategies remember layers by it."""
+    from megatron.core.models.gpt import moe_module_specs
+
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import join
+
+    build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    pools = [build(config=CONFIG(), pg_collection=None) for _ in range(4)]
+    for pool, number in zip(pools, (1, 1, 2, 2), strict=True):
+        pool.router.set_layer_number(number)
+    session = session_of("fssdp", SETTINGS)
+    join(torch.nn.ModuleList(pools), session)
+    assert list(session.slots.layer_numbers()) == [1, 1001, 2, 1002]
+
+
 def test_the_script_for_gpt_refuses_patterns_of_hybrid_layers(text_data):
     """It would train attention in all layers, without a word about the pattern."""
     arguments = "--train-iters 1 --disable-bias-linear --hybrid-layer-pattern *E*E"
