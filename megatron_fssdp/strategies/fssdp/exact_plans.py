@@ -176,12 +176,14 @@ class SourceChoice:
         that plans each micro-batch has no replicas without a search, so it is compared.
         """
         times, counts = context.costs.num_micro_batches, history.iterations_like(MOST_PRICED)
-        past_s = _mean_s([past] * len(counts), counts, context)
-        best_s = even_s(context, float(counts[0].mean()), past.life, slots("first"), past.gather_ahead)
+        past_s, mean = _mean_s([past] * len(counts), counts, context), float(counts[0].mean())
+        best_s = even_s(context, mean, past.life, slots("first"), past.gather_ahead)
         is_even = best_s > (1 - LEAST_GAIN) * past_s
         plan_s, count_s = search_s(context), _counting_s(context)
         waits_S = np.array([0.0, count_s + (not is_even) * plan_s, times * (count_s + plan_s)])
-        seconds_S = np.full(len(SOURCES), past_s)
+        # Nothing hides the gathers of plans for each micro-batch, also where loads are even.
+        each_s = even_s(context, mean, ReplicaLife.MICRO_BATCH, slots("each"), False)
+        seconds_S = np.array([past_s, past_s, max(past_s, each_s)])
         promised_s = plan_price(past, forecast_DE, context).seconds
         is_known = is_even or not forecast_DE.any() or (1 - LEAST_GAIN) * past_s <= promised_s
         if not is_known or SOURCES[self._chosen] == "each":
