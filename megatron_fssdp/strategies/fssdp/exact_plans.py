@@ -59,7 +59,7 @@ def search_s(context: LayerContext) -> float:
 
 @lru_cache(maxsize=512)
 def _even_plan(context: LayerContext, log_mean: int, life: ReplicaLife, slots: int, hides: bool) -> LayerPlan:
-    """The plan for counts that are all equal, 2 to the power of ``log_mean``."""
+    """The best plan for counts that are all 2 to the power of ``log_mean``; it serves means close to it."""
     load_DE = np.full((context.num_devices, context.num_experts), 2.0**log_mean)
     layer = (context.owner_E, load_DE, context.topology, context.costs)
     placement, _ = layer_search(*layer, life=life, hides=hides).best_placement(
@@ -74,7 +74,8 @@ def _even_plan(context: LayerContext, log_mean: int, life: ReplicaLife, slots: i
 def even_s(context: LayerContext, mean: float, life: ReplicaLife, slots: int, hides: bool) -> float:
     """Modelled seconds of an iteration in which all counts are as their mean: hardly any plan is faster.
 
-    Replicas save traffic then as well.
+    Replicas save traffic then, too. They have this ``life``, at most ``slots`` are on a device, and ``hides``
+    says whether their transfers run beside compute.
     """
     mean_DE = np.full((context.num_devices, context.num_experts), mean)
     plan = _even_plan(context, round(np.log2(max(mean, 1.0))), life, slots, hides)
@@ -170,7 +171,7 @@ class SourceChoice:
         context: LayerContext,
         slots: Callable[[PlanSource], int],
     ) -> None:
-        """Choose by what each source would have saved in the last iterations.
+        """Choose the source with the fewest seconds in the last iterations.
 
         Not every iteration is compared. Where exact counts can save little, nothing is searched; but a layer
         that plans each micro-batch has no replicas without a search, so it is compared.
