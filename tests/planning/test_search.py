@@ -118,18 +118,38 @@ def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(case, see
 
 
 @examples(60)
-@given(owned_layers(), SEEDS, profiles(), st.integers(1, 3))
-def test_a_search_is_not_worse_than_the_placement_that_it_gets(case, seed, profile, slots):
+@given(owned_layers(), SEEDS, profiles(), st.integers(1, 3), st.booleans())
+def test_a_search_is_not_worse_than_the_placement_that_it_gets(case, seed, profile, slots, is_quick):
     topology, owner_E = case
     searches = [
         search_of(owner_E, counts_DE, topology, profile)
         for counts_DE in (random_counts_DE(seed + i, topology.num_devices, owner_E.size) for i in range(2))
     ]
     start, _ = searches[0].best_placement(slots=slots, most_replicated=owner_E.size)
-    best, best_s = searches[1].best_placement(slots=slots, most_replicated=owner_E.size, start=start)
+    best, best_s = searches[1].best_placement(
+        slots=slots, most_replicated=owner_E.size, start=start, is_quick=is_quick
+    )
     assert best.replicas_per_device_D.max() <= slots
     assert best_s == pytest.approx(searches[1].seconds(best), rel=1e-9)
     assert best_s <= searches[1].seconds(start) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("hot_device", [False, True])
+def test_a_quick_search_finds_nearly_as_much(hot_device):
+    topology, owner_E = Topology.uniform(8, 2), even_owners(32, 8)
+    profile = dataclasses.replace(PROFILE, token_bytes=MEGA // 4, expert_bytes=20 * MEGA)
+    ratios = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        weight_E = rng.lognormal(sigma=1.0, size=32) * np.where(hot_device & (owner_E == 3), 10.0, 1.0)
+        search = search_of(owner_E, rng.multinomial(4096, weight_E / weight_E.sum(), 8), topology, profile)
+        (_, best_s), (_, quick_s) = (
+            search.best_placement(slots=2, most_replicated=32, is_quick=is_quick) for is_quick in (False, True)
+        )
+        assert best_s < 0.95 * search.plain_s
+        ratios.append(quick_s / best_s)
+    assert np.mean(ratios) < 1.03
+    assert max(ratios) < 1.25
 
 
 @examples(100)

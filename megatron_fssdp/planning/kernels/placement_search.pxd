@@ -3,6 +3,7 @@ from megatron_fssdp.planning.kernels.constants cimport HIGHEST_LEVEL, LEVEL_STEP
 from megatron_fssdp.planning.kernels.placement_descent cimport PlacementDescent
 
 cdef class PlacementSearch(PlacementDescent):
+    cdef bint is_quick
     cdef double[::1] plan_D
     cdef Py_ssize_t[::1] want_E, by_owner_E, first_D, hottest_E, order_D, taken_D
     cdef const double[:, ::1] load_DE

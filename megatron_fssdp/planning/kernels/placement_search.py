@@ -267,25 +267,35 @@ class PlacementSearch(PlacementDescent):
         self.keep()
         self.seed_by_sources()
         self.seed_by_levels()
-        self.climb()
+        if not self.is_quick:
+            self.climb()
+            self.go_back()
+            self.descend(False, 0)
         self.go_back()
-        self.descend(False, 0)
         # Several devices or links are equally busy now, so no single change lowers the exact price.
         self.descend(True, 0)
         self.descend(False, 0)
-        self.kick()
+        if not self.is_quick:
+            self.kick()
         self.prune()
 
 
 def search_replicas(
-    layer: CostedLayer, start_ED: np.ndarray, slots: int, most_replicated: int, most_prices: int
+    layer: CostedLayer,
+    start_ED: np.ndarray,
+    slots: int,
+    most_replicated: int,
+    most_prices: int,
+    is_quick: bool,
 ) -> tuple[float, float, np.ndarray]:
     """Seconds of a layer without replicas and with those that are found; the placement, bytes ``[E, D]``.
 
     Devices hold at most ``slots`` replicas, at most ``most_replicated`` experts have some, and a descent
-    looks at ``most_prices`` placements. ``start_ED`` is one more seed.
+    looks at ``most_prices`` placements. ``start_ED`` is one more seed. If ``is_quick``, there are neither
+    a climb nor kicks.
     """
     search = PlacementSearch(layer, start_ED, slots, most_replicated, most_prices)
+    search.is_quick = is_quick
     with cython.nogil:
         search.run()
     return search.start_s, search.kept_s, np.asarray(search.kept_ED)

@@ -30,9 +30,6 @@ from megatron_fssdp.strategies.fssdp import PlanSource
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import fastest, plan_price
 
-MOST_SEARCHED = 0.05
-"""Seconds of a search after the gate over those of a layer's micro-batch, up to which it is made."""
-
 SOURCES: tuple[PlanSource, ...] = ("past", "first", "each")
 
 WINDOW = 5
@@ -41,20 +38,24 @@ WINDOW = 5
 LEAST_GAIN = 0.02
 """Part of the seconds that a source must save over the one before: prices know little of waits for ranks."""
 
-MOST_WAITING = 0.1
+MOST_WAITING = 0.5
 """Part of the seconds that ``first`` may wait while few iterations are compared: a jump costs far more."""
 
 MOST_PRICED = 4
 """Micro-batches with which plans are priced; each takes about 0.3 ms with 256 experts on 64 devices."""
 
 MOST_COMPARED = 0.01
-"""Host's part of an iteration for comparisons, which the ranks divide. Larger layers are compared rarely."""
+"""Host's part of an iteration for comparisons, which the ranks divide; after the first :data:`WINDOW` of them."""
 
 
 @lru_cache(maxsize=512)
-def search_s(context: LayerContext) -> float:
-    """Seconds in which the host plans a layer of this size by exact counts."""
-    return MEASURED.of_layer("fssdp", context.num_experts, context.num_devices).after_gate_s
+def planning_s(context: LayerContext) -> tuple[float, float]:
+    """Seconds in which the host plans a layer of this size by exact counts, and then shares its tokens out.
+
+    Only a plan for one micro-batch needs the latter.
+    """
+    host = MEASURED.of_layer("fssdp", context.num_experts, context.num_devices)
+    return host.after_gate_s, host.dispatch_s
 
 
 @lru_cache(maxsize=512)
@@ -98,7 +99,9 @@ def corrected(
         *(context.owner_E, counts_DE, context.topology, context.costs), life=plan.life, hides=False
     )
     start = plan.placement if plan.placement.replicas_per_device_D.max() <= slots else None
-    placement, _ = search.best_placement(slots=slots, most_replicated=context.num_experts, start=start)
+    placement, _ = search.best_placement(
+        slots=slots, most_replicated=context.num_experts, start=start, is_quick=True
+    )
     new = replace(plan.placed(placement, context), corrects=False)
     new_s = plan_price(new, counts_DE, context, num_micro_batches=times, planned=plan).seconds
     return new if new_s < planned_s else plan
@@ -108,7 +111,7 @@ def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext
     """A plan for this micro-batch alone, or ``plan``, which has no replicas; counts are int64 ``[D, E]``.
 
     Candidates are quotas with the lowest possible highest load, and the placement of a search for the fewest
-    seconds, if one takes little of a micro-batch. Costs are measured.
+    seconds. Costs are measured.
     """
     times, topology = context.costs.num_micro_batches, context.topology
     plan_s = plan_price(plan, counts_DE, context, num_micro_batches=1).seconds
@@ -117,18 +120,15 @@ def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext
         return plan
     tokens_ED = quota_assignment(context.owner_E, counts_DE, topology, slots=slots)
     held = ExpertPlacement(context.owner_E, plan.placement.present_ED | (tokens_ED > 0))
+    layer = (context.owner_E, times * counts_DE, topology, context.costs)
+    placement, _ = layer_search(*layer, life=ReplicaLife.MICRO_BATCH, hides=False).best_placement(
+        slots=slots, most_replicated=context.num_experts, is_quick=True
+    )
+    by_search = plan.placed(placement, context)
+    # The exact shares of these counts as quotas need no other gather of counts.
+    exact = replace(by_search, dispatch_policy="exact").dispatch(counts_DE, topology)
     plans = [plan, replace(plan.placed(held, context), tokens_ED=tokens_ED)]
-    if search_s(context) <= MOST_SEARCHED * plan_s:
-        search = layer_search(
-            *(context.owner_E, times * counts_DE, topology, context.costs),
-            life=ReplicaLife.MICRO_BATCH,
-            hides=False,
-        )
-        placement, _ = search.best_placement(slots=slots, most_replicated=context.num_experts)
-        by_search = plan.placed(placement, context)
-        # The exact shares of these counts as quotas need no other gather of counts.
-        exact = replace(by_search, dispatch_policy="exact").dispatch(counts_DE, topology)
-        plans += [by_search, replace(by_search, tokens_ED=exact.whole_tokens_ED)]
+    plans += [by_search, replace(by_search, tokens_ED=exact.whole_tokens_ED)]
     return fastest(plans, counts_DE, context, times=1)
 
 
@@ -159,7 +159,7 @@ class SourceChoice:
                 self._compare(plan, before_DE, history, context, slots)
         if self._chosen == 0 and len(self._seconds) < WINDOW and not history.repeats and slots("first"):
             past_s = plan_price(past, forecast_DE, context).seconds
-            wait_s = _counting_s(context) + search_s(context)
+            wait_s = _counting_s(context) + planning_s(context)[0]
             return "first" if wait_s <= MOST_WAITING * past_s else "past"
         return SOURCES[self._chosen]
 
@@ -180,8 +180,10 @@ class SourceChoice:
         past_s, mean = _mean_s([past] * len(counts), counts, context), float(counts[0].mean())
         best_s = even_s(context, mean, past.life, slots("first"), past.gather_ahead)
         is_even = best_s > (1 - LEAST_GAIN) * past_s
-        plan_s, count_s = search_s(context), _counting_s(context)
-        waits_S = np.array([0.0, count_s + (not is_even) * plan_s, times * (count_s + plan_s)])
+        (plan_s, sharing_s), count_s = planning_s(context), _counting_s(context)
+        waits_S = np.array(
+            [0.0, count_s + (not is_even) * plan_s, times * (count_s + plan_s + sharing_s)]
+        )
         # Nothing hides the gathers of plans for each micro-batch, also where loads are even.
         each_s = even_s(context, mean, ReplicaLife.MICRO_BATCH, slots("each"), False)
         seconds_S = np.array([past_s, past_s, max(past_s, each_s)])
@@ -189,7 +191,8 @@ class SourceChoice:
         is_known = is_even or not forecast_DE.any() or (1 - LEAST_GAIN) * past_s <= promised_s
         if not is_known or SOURCES[self._chosen] == "each":
             compared_s = (1 + len(counts)) * plan_s / context.num_devices
-            if (history.num_seen + context.layer) % max(1, round(compared_s / (MOST_COMPARED * past_s))):
+            every = max(1, round(compared_s / (MOST_COMPARED * past_s)))
+            if len(self._seconds) == WINDOW and (history.num_seen + context.layer) % every:
                 return
             seconds_S[1:] = np.inf
             if num := slots("first"):

@@ -167,7 +167,7 @@ def test_until_iterations_are_compared_a_first_jump_is_corrected(monkeypatch):
     plans = plans_of(drifting)
     assert all(plan.corrects for plan in plans[:5])
     assert not any(plan.corrects for plan in plans[-2:])
-    monkeypatch.setattr("megatron_fssdp.strategies.fssdp.exact_plans.search_s", lambda context: 10.0)
+    monkeypatch.setattr("megatron_fssdp.strategies.fssdp.exact_plans.planning_s", lambda context: (100.0, 100.0))
     assert [plan.corrects for plan in plans_of(drifting)] == [True, *[False] * 8], "it would wait too long"
 
 
@@ -214,6 +214,6 @@ def test_large_layers_are_compared_rarely(monkeypatch):
     plans_of(jumping)
     often = len(compared)
     compared.clear()
-    monkeypatch.setattr(f"{module}.search_s", lambda context: 10.0)
+    monkeypatch.setattr(f"{module}.planning_s", lambda context: (10.0, 10.0))
     plans_of(jumping)
     assert 0 < len(compared) < often / 2
