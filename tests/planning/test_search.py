@@ -143,8 +143,10 @@ def test_a_quick_search_finds_nearly_as_much(hot_device):
         rng = np.random.default_rng(seed)
         weight_E = rng.lognormal(sigma=1.0, size=32) * np.where(hot_device & (owner_E == 3), 10.0, 1.0)
         search = search_of(owner_E, rng.multinomial(4096, weight_E / weight_E.sum(), 8), topology, profile)
+        limits = {"slots": 2, "most_replicated": 32}
         (_, best_s), (_, quick_s) = (
-            search.best_placement(slots=2, most_replicated=32, is_quick=is_quick) for is_quick in (False, True)
+            search.best_placement(**limits),
+            search.best_placement(**limits, is_quick=True),
         )
         assert best_s < 0.95 * search.plain_s
         ratios.append(quick_s / best_s)

@@ -45,7 +45,7 @@ MOST_PRICED = 4
 """Micro-batches with which plans are priced; each takes about 0.3 ms with 256 experts on 64 devices."""
 
 MOST_COMPARED = 0.01
-"""Host's part of an iteration for comparisons, which the ranks divide; after the first :data:`WINDOW` of them."""
+"""Host's part of an iteration for comparisons after the first :data:`WINDOW`; the ranks divide them."""
 
 
 @lru_cache(maxsize=512)
@@ -181,9 +181,7 @@ class SourceChoice:
         best_s = even_s(context, mean, past.life, slots("first"), past.gather_ahead)
         is_even = best_s > (1 - LEAST_GAIN) * past_s
         (plan_s, sharing_s), count_s = planning_s(context), _counting_s(context)
-        waits_S = np.array(
-            [0.0, count_s + (not is_even) * plan_s, times * (count_s + plan_s + sharing_s)]
-        )
+        waits_S = np.array([0.0, count_s + (not is_even) * plan_s, times * (count_s + plan_s + sharing_s)])
         # Nothing hides the gathers of plans for each micro-batch, also where loads are even.
         each_s = even_s(context, mean, ReplicaLife.MICRO_BATCH, slots("each"), False)
         seconds_S = np.array([past_s, past_s, max(past_s, each_s)])

@@ -167,7 +167,8 @@ def test_until_iterations_are_compared_a_first_jump_is_corrected(monkeypatch):
     plans = plans_of(drifting)
     assert all(plan.corrects for plan in plans[:5])
     assert not any(plan.corrects for plan in plans[-2:])
-    monkeypatch.setattr("megatron_fssdp.strategies.fssdp.exact_plans.planning_s", lambda context: (100.0, 100.0))
+    module = "megatron_fssdp.strategies.fssdp.exact_plans"
+    monkeypatch.setattr(f"{module}.planning_s", lambda context: (100.0, 100.0))
     assert [plan.corrects for plan in plans_of(drifting)] == [True, *[False] * 8], "it would wait too long"
 
 
