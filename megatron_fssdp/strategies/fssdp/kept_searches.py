@@ -15,10 +15,10 @@ from megatron_fssdp.planning.search import LEAST_SAVING, LayerSearch, layer_sear
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
 RENEWAL = 16
-"""Iterations after which a layer's replicas are searched again in any case, and thoroughly.
+"""Iterations after which a layer's replicas are searched again in any case.
 
 Slow changes of the loads can make a much better placement possible without making the present one worse, and
-another search, from the present one, may find a better one for the same loads. Searches in between are quick.
+another search, from the present one, may find a better one for the same loads.
 """
 
 
@@ -26,7 +26,7 @@ class SearchResult(NamedTuple):
     """A layer's placement, used last after ``number`` iterations, and what its search promised.
 
     Its replicas have the given life. It was searched for ``load_DE``, and ``planned_s`` are the modelled
-    seconds of the layer. If ``is_settled``, a thorough search had it as its seed, and found nothing better.
+    seconds of the layer. If ``is_settled``, it was also the seed: no further search finds another one.
     """
 
     placement: ExpertPlacement
@@ -77,30 +77,29 @@ class KeptSearches:
         stay are too few.
         """
         best: SearchResult | None = None
-        is_quick = kept is not None and kept.profile is context.profile and not _is_due(context, number)
         for life, slots in self._slots_by_life(context).items():
             search, start = self._search(context, load_DE, life), None
             if kept is not None and kept.life is life and kept.placement.replicas_per_device_D.max() <= slots:
                 start = kept.placement
             placement, seconds = search.best_placement(
-                slots=slots, most_replicated=context.num_experts, start=start, is_quick=is_quick
+                slots=slots, most_replicated=context.num_experts, start=start
             )
             if best is None or seconds < (1 - LEAST_SAVING) * best.planned_s:
                 best = SearchResult(placement, life, number, seconds, context.costs, load_DE)
             if placement.replicas_per_device_D.max() < slots:
                 break
         assert best is not None
-        if kept is None or is_quick:
-            return best
-        return best._replace(is_settled=best.life is kept.life and best.placement == kept.placement)
+        is_settled = kept is not None and best.life is kept.life and best.placement == kept.placement
+        return best._replace(is_settled=is_settled)
 
     def _serves(self, kept: SearchResult, context: LayerContext, load_DE: np.ndarray, number: int) -> bool:
         """Whether a placement still costs what its search promised, and no search is due."""
+        is_due = (number + context.layer) % RENEWAL == 0
         if kept.profile is not context.profile:
             return False
         if load_DE is kept.load_DE or np.array_equal(load_DE, kept.load_DE):
-            return kept.is_settled or not _is_due(context, number)
-        if _is_due(context, number):
+            return kept.is_settled or not is_due
+        if is_due:
             return False
         seconds = self._search(context, load_DE, kept.life).seconds(kept.placement)
         return seconds - kept.planned_s <= LEAST_SAVING * seconds
@@ -109,7 +108,3 @@ class KeptSearches:
         return layer_search(
             *(context.owner_E, load_DE, context.topology, context.costs), life=life, hides=self._hides
         )
-
-
-def _is_due(context: LayerContext, number: int) -> bool:
-    return (number + context.layer) % RENEWAL == 0
