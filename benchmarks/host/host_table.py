@@ -2,9 +2,8 @@
 
 ``python -m benchmarks.host.host_table`` prints ``MEASURED`` of ``planning/cost/host_seconds.py``, with
 which the simulator counts host time; ``--write`` puts it there. Every strategy has its default settings and
-plans one iteration after another, for the loads and costs of ``drifting_jobs.py``. What ``fssdp`` takes after
-the gate is that of a correction, and its dispatch that of a plan for each micro-batch. Times are medians of
-CPU milliseconds of one process.
+plans one iteration after another, for the loads and costs of ``drifting_jobs.py``. ``fssdp`` is measured with
+plans for each micro-batch, too, and with corrections. Times are medians of CPU milliseconds of one process.
 
 Shape letters: E experts, D devices.
 """
@@ -40,17 +39,19 @@ from megatron_fssdp.strategies.registry import build_strategy
 HISTORY_ITERATIONS = 4
 """Iterations before the measured ones, which only fill the history."""
 
-PARTS = ("before_gate_ms", "after_gate_ms", "dispatch_ms")
-SHARING = "packing and unpacking a plan"
+PARTS = {
+    "before_gate_ms": "before the gate",
+    "after_gate_ms": "after the gate",
+    "dispatch_ms": "share table of a micro-batch",
+    "correction_ms": "correction after the gate",
+}
+SHARING = "sending and receiving a plan"
 NOTHING_MS = 0.05
 """Shorter times are those of calls that plan nothing."""
 
 
 def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> list[float]:
-    """CPU milliseconds of a layer: a plan before the gate, one after it, a rank's part of the dispatch.
-
-    The last number is what it takes to send the first of them to other ranks and to get it from one.
-    """
+    """CPU milliseconds of a layer for all of :data:`PARTS`, and for :data:`SHARING`."""
     num_experts, num_devices = job.num_experts, job.num_devices
     cluster = load_cluster("h200").model_copy(update={"num_nodes": max(1, num_devices // 8)})
     strategy = build_strategy(name, STRATEGIES[name].settings.model_validate(settings))
@@ -67,6 +68,7 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
             strategy.select([1], strategy.price([context], [history]))
         times = [time.process_time()]
         plan = plan_before_gate(strategy, context, history)
+        corrects = plan.corrects
         times.append(time.process_time())
         plan = plan_after_gate(strategy, context, counts_DE, plan, 1)
         times.append(time.process_time())
@@ -75,7 +77,8 @@ def median_ms(name: str, job: MoeJob, iterations: int, **settings: object) -> li
         times.append(time.process_time())
         unpacked(packed(plan), context)
         times.append(time.process_time())
-        seconds.append(np.diff(times))
+        before_s, after_s, dispatch_s, sharing_s = np.diff(times)
+        seconds.append((before_s, after_s * (not corrects), dispatch_s, after_s * corrects, sharing_s))
         history.append(counts_DE)
     return (1e3 * np.median(seconds, axis=0)).tolist()
 
@@ -88,7 +91,7 @@ def share_out(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext, ran
     Shares.by_intervals(tokens.sent_ED, slots, torch.device("cpu"))
 
 
-def source(times: dict[str, np.ndarray]) -> str:
+def as_source(times: dict[str, np.ndarray]) -> str:
     """The table as Python source."""
     lines = ["MEASURED = HostCosts("]
     for part, key in enumerate(PARTS):
@@ -114,23 +117,27 @@ def main() -> None:
         name: np.array([median_ms(name, job_of(*size, 1), given.iterations) for size in SIZES]).T
         for name in names()
     }
-    for part, planned_from in ((1, "first"), (2, "each")):
-        by_size = [
-            median_ms("fssdp", job_of(*size, 1), given.iterations, planned_from=planned_from)[part]
+    for planned_from, parts in (("first", [3]), ("each", [1, 2])):
+        of_source = [
+            median_ms("fssdp", job_of(*size, 1), given.iterations, planned_from=planned_from)
             for size in SIZES
         ]
-        times["fssdp"][part] = times["auto"][part] = by_size
-    print(table := source(times))
+        times["fssdp"][parts] = times["auto"][parts] = np.transpose(of_source)[parts]
+    print(table := as_source(times))
     if given.write:
         path = Path(host_seconds.__file__)
         text = path.read_text(encoding="utf-8")
         path.write_text(text[: text.index("MEASURED = ")] + table, encoding="utf-8")
     if given.result:
+        # What auto does after the gate is what fssdp does there, and all strategies send plans alike.
+        of_fssdp = {("auto", part) for part in tuple(PARTS.values())[1:]}
+        of_fssdp |= {(name, SHARING) for name in times if name != "fssdp"}
         columns = ("strategy", "part", *(f"ms, {num_experts} × {number}" for num_experts, number in SIZES))
         rows = [
-            (name, part, *np.round(ms, 3))
+            (name, part, *np.round(ms, 2))
             for name in times
-            for part, ms in zip((*PARTS, SHARING), times[name], strict=True)
+            for part, ms in zip((*PARTS.values(), SHARING), times[name], strict=True)
+            if np.median(ms) >= NOTHING_MS and (name, part) not in of_fssdp
         ]
         write_result(given.result, "How long does planning a layer take (experts × devices)?", columns, rows)
 

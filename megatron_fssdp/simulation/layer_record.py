@@ -235,7 +235,7 @@ class LayerPrices:
         if planned.each_micro_batch:
             each_plan_s = self.host.dispatch_s + self.host.after_gate_s
         elif planned.corrects and plan is not planned:  # which is also kept without a search
-            first_plan_s = self.host.after_gate_s
+            first_plan_s = self.host.correction_s
         host_s = once * self.host.before_gate_s + times * runs * each_plan_s + once * first_plan_s
         return {
             "gathered": gather.num_experts + addition.num_experts,

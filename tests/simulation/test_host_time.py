@@ -63,5 +63,5 @@ def test_measured_times_are_interpolated():
     slope = np.log(2) / np.log(many[0] * many[1] / (few[0] * few[1]))
     assert costs.of_layer("ep", last[0], 2 * last[1]).before_gate_s == pytest.approx(4e-3 * 2**slope)
     assert costs.of_layer("other", *first).before_gate_s == 0.0
-    for table in (MEASURED.before_gate_ms, MEASURED.after_gate_ms, MEASURED.dispatch_ms):
+    for table in (MEASURED.before_gate_ms, MEASURED.after_gate_ms, MEASURED.correction_ms):
         assert all(len(measured) == len(SIZES) for measured in table.values())

@@ -19,12 +19,14 @@ class HostWork(NamedTuple):
     """Seconds in which the host of a rank plans for one layer.
 
     It plans an iteration before the gate, and a micro-batch with its exact counts after the gate; then its
-    own part of the micro-batch's dispatch. The device waits for the latter two.
+    own part of the micro-batch's dispatch. Or it corrects the iteration's plan after its first gate. The
+    device waits for all but the first.
     """
 
     before_gate_s: float = 0.0
     after_gate_s: float = 0.0
     dispatch_s: float = 0.0
+    correction_s: float = 0.0
 
 
 class HostCosts(NamedTuple):
@@ -33,6 +35,7 @@ class HostCosts(NamedTuple):
     before_gate_ms: Mapping[str, tuple[float, ...]] = {}
     after_gate_ms: Mapping[str, tuple[float, ...]] = {}
     dispatch_ms: Mapping[str, tuple[float, ...]] = {}
+    correction_ms: Mapping[str, tuple[float, ...]] = {}
 
     def of_layer(self, strategy: str, num_experts: int, num_devices: int) -> HostWork:
         """Work for one layer under a strategy with its default settings."""
@@ -49,20 +52,24 @@ class HostCosts(NamedTuple):
 
 MEASURED = HostCosts(
     before_gate_ms={
-        "fssdp": (0.48, 2.4, 2.6, 3.4, 14, 110),
-        "prophet": (1.6, 2.7, 4.5, 5.6, 19, 200),
-        "auto": (0.89, 2.8, 3.2, 4.1, 16, 110),
+        "fssdp": (0.39, 1.7, 2.3, 3, 15, 95),
+        "prophet": (0.9, 1.6, 2.9, 3.9, 15, 160),
+        "auto": (0.71, 2.2, 2.4, 3.2, 14, 110),
     },
     after_gate_ms={
-        "fssdp": (1.1, 2, 2.1, 2.8, 9.8, 73),
-        "fastermoe": (0.19, 0.21, 0.085, 0.29, 0.54, 3.1),
-        "quota": (0.41, 0.51, 0.76, 1.1, 3, 29),
-        "auto": (1.1, 2, 2.1, 2.8, 9.8, 73),
+        "fssdp": (1.1, 2, 3.1, 3.1, 15, 100),
+        "fastermoe": (0.12, 0.13, 0.052, 0.065, 0.44, 2.5),
+        "quota": (0.25, 0.31, 0.5, 0.71, 2.3, 23),
+        "auto": (1.1, 2, 3.1, 3.1, 15, 100),
     },
     dispatch_ms={
-        "fssdp": (0.4, 0.49, 0.62, 0.76, 2.4, 24),
-        "fastermoe": (0.47, 0.57, 0.53, 0.99, 2.4, 19),
-        "quota": (0.4, 0.47, 0.54, 0.7, 2.3, 26),
-        "auto": (0.4, 0.49, 0.62, 0.76, 2.4, 24),
+        "fssdp": (0.41, 0.54, 0.83, 0.91, 3.1, 24),
+        "fastermoe": (0.3, 0.36, 0.34, 0.52, 2, 15),
+        "quota": (0.25, 0.31, 0.42, 0.51, 1.9, 20),
+        "auto": (0.41, 0.54, 0.83, 0.91, 3.1, 24),
+    },
+    correction_ms={
+        "fssdp": (0.68, 1.4, 1.6, 1.6, 7.4, 74),
+        "auto": (0.68, 1.4, 1.6, 1.6, 7.4, 74),
     },
 )

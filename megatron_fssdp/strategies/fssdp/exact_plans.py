@@ -28,7 +28,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
 from megatron_fssdp.strategies.fssdp import PlanSource
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
-from megatron_fssdp.strategies.plan_price import fastest, plan_price
+from megatron_fssdp.strategies.plan_price import plan_price
 
 SOURCES: tuple[PlanSource, ...] = ("past", "first", "each")
 
@@ -50,12 +50,9 @@ MOST_COMPARED = 0.01
 
 @lru_cache(maxsize=512)
 def planning_s(context: LayerContext) -> tuple[float, float]:
-    """Seconds in which the host plans a layer of this size by exact counts, and then shares its tokens out.
-
-    Only a plan for one micro-batch needs the latter.
-    """
+    """Seconds in which the host corrects a plan of a layer of this size, and plans one micro-batch."""
     host = MEASURED.of_layer("fssdp", context.num_experts, context.num_devices)
-    return host.after_gate_s, host.dispatch_s
+    return host.correction_s, host.after_gate_s + host.dispatch_s
 
 
 @lru_cache(maxsize=512)
@@ -127,9 +124,10 @@ def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext
     by_search = plan.placed(placement, context)
     # The exact shares of these counts as quotas need no other gather of counts.
     exact = replace(by_search, dispatch_policy="exact").dispatch(counts_DE, topology)
-    plans = [plan, replace(plan.placed(held, context), tokens_ED=tokens_ED)]
-    plans += [by_search, replace(by_search, tokens_ED=exact.whole_tokens_ED)]
-    return fastest(plans, counts_DE, context, times=1)
+    by_search = replace(by_search, tokens_ED=exact.whole_tokens_ED)
+    plans = (plan, replace(plan.placed(held, context), tokens_ED=tokens_ED), by_search)
+    new_s = (plan_price(new, counts_DE, context, num_micro_batches=1).seconds for new in plans[1:])
+    return plans[int(np.argmin([plan_s, *new_s]))]
 
 
 class SourceChoice:
@@ -180,15 +178,16 @@ class SourceChoice:
         past_s, mean = _mean_s([past] * len(counts), counts, context), float(counts[0].mean())
         best_s = even_s(context, mean, past.life, slots("first"), past.gather_ahead)
         is_even = best_s > (1 - LEAST_GAIN) * past_s
-        (plan_s, sharing_s), count_s = planning_s(context), _counting_s(context)
-        waits_S = np.array([0.0, count_s + (not is_even) * plan_s, times * (count_s + plan_s + sharing_s)])
+        (correction_s, plan_s), count_s = planning_s(context), _counting_s(context)
+        waits_S = np.array([0.0, count_s + (not is_even) * correction_s, times * (count_s + plan_s)])
         # Nothing hides the gathers of plans for each micro-batch, also where loads are even.
         each_s = even_s(context, mean, ReplicaLife.MICRO_BATCH, slots("each"), False)
         seconds_S = np.array([past_s, past_s, max(past_s, each_s)])
         promised_s = plan_price(past, forecast_DE, context).seconds
-        is_known = is_even or not forecast_DE.any() or (1 - LEAST_GAIN) * past_s <= promised_s
+        cannot_pay = min(best_s + waits_S[1], each_s + waits_S[2]) > (1 - LEAST_GAIN) * past_s
+        is_known = cannot_pay or not forecast_DE.any() or (1 - LEAST_GAIN) * past_s <= promised_s
         if not is_known or SOURCES[self._chosen] == "each":
-            compared_s = (1 + len(counts)) * plan_s / context.num_devices
+            compared_s = (correction_s + len(counts) * plan_s) / context.num_devices
             every = max(1, round(compared_s / (MOST_COMPARED * past_s)))
             if len(self._seconds) == WINDOW and (history.num_seen + context.layer) % every:
                 return
