@@ -103,7 +103,10 @@ class ScheduleSelector:
             schedule: Schedule = self.setting  # type: ignore[assignment]
             return Decision(schedule, simultaneous)
         candidates: list[Schedule] = ["s1"]
-        if owners_only and are_equal and not self.config.moe_router_padding_for_quantization:
+        config = self.config
+        # Random logits differ between tensor-parallel ranks, which must route alike under s2.
+        is_random = config.moe_router_force_load_balancing or config.moe_router_force_biased is not None
+        if owners_only and are_equal and not (config.moe_router_padding_for_quantization or is_random):
             # If tensor-parallel ranks have different tokens, s2 equals s1.
             candidates.append("s2")
         if pg.expt_tp.size() > 1:

@@ -197,12 +197,15 @@ class ModelIterations(HostModel):
         self._is_open = self._is_by_hand = False
 
     def _leave(self) -> None:
-        if self._is_open and (self._may_have_gradients or not self._is_zero):
+        has_begun = self._is_open and (self._may_have_gradients or not self._is_zero)
+        # Megatron-LM saves in the middle of an iteration that has failed twice, and then exits.
+        if has_begun and (self._is_scheduled or self.host.exports_by_name):
             raise ConfigurationError(
                 f"--moe-strategy {self.name}: got experts that shall go home in the middle of an iteration, "
                 "wanted this between two; restore owners or save after the optimizer's step"
             )
-        self._drop()  # Gradients were set to zero, and only forward passes came before.
+        self._drop()
+        self._is_open = has_begun  # A step with these gradients is refused, because experts move.
 
     def _note_move(self) -> None:
         self._mixes = not self._is_zero or (self._is_open and self._has_gradients())

@@ -147,6 +147,10 @@ SOME: tuple[Limit, ...] = (
     Limit("padding_s2", "--moe-router-padding-for-quantization with schedule=s2",
         lambda m, s: m.pads_rows and s.travel.schedule == "s2" and m.equal_tokens,
         "a tensor-parallel rank's share of the padded rows is no multiple: use another schedule"),
+    Limit("random_whole", "random logits with schedule=s2 or baseline",
+        lambda m, s: m.random_logits and s.travel.schedule in ("s2", "baseline") and m.equal_tokens,
+        "tensor-parallel ranks would send the same tokens to different experts: remove "
+        "--moe-router-force-load-balancing and --moe-router-force-biased, or use another schedule"),
     Limit("graph_send",
         "--cuda-graph-modules moe_preprocess with a schedule, steps or an exchange of the plugin",
         lambda m, s: m.captures_preprocess and (s.travel.smart_schedule or s.travel.exchange != "megatron"

@@ -79,6 +79,9 @@ class MegatronSettings:
     moe_latent_size: int = _number(_B, "moe_latent_size")
     moe_expert_capacity_factor: float | None = _value(_B, "moe_expert_capacity_factor")
     changes_router: bool = _flag(_B, "moe_router_fusion moe_enable_routing_replay moe_router_group_topk")
+    random_logits: bool = _read(  # other ones on each tensor-parallel rank
+        lambda even, bias: even or bias is not None,
+        _B, "moe_router_force_load_balancing moe_router_force_biased")
     pads_rows: bool = _flag(_B, "moe_router_padding_for_quantization moe_router_padding_for_fp8")
     moe_token_dispatcher_type: str | None = _value(_B, "moe_token_dispatcher_type")
     flex: str | None = _read(  # the back end of this dispatcher

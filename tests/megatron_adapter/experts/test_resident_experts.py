@@ -3,6 +3,7 @@
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,6 +102,26 @@ def test_a_host_may_have_no_groups_of_gloo():
     ranks = run_megatron_ranks(train_without_gloo_groups, 2, ep=2, env={"FSSDP_PROFILE_ITERATIONS": "1"})
     assert_equal(ranks, ["flexmoe"])
     assert all(flexmoe.replicas[3] for _, flexmoe in ranks)
+
+
+def test_sums_on_their_way_are_no_change_by_the_loop():
+    """Where a later model chunk has no experts, DDP starts to reduce it while sums of the last one travel."""
+    from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
+
+    gradients, buffer = (
+        SimpleNamespace(num_complete=0, is_home=True),
+        SimpleNamespace(grad_data=torch.zeros(1)),
+    )
+    residents = object.__new__(ResidentExperts)
+    residents._owned = SimpleNamespace(layers=[SimpleNamespace(gradients=gradients)])
+    residents._chunks = [SimpleNamespace(expert_parallel_buffers=[buffer])]
+    residents._map, residents._followed = SimpleNamespace(expert_LDW=np.zeros(1)), ([], [])
+    for gradients.num_complete, gradients.is_home in ((1, False), (1, True)):
+        with residents.following():
+            pass
+        buffer.grad_data += 1
+    with pytest.raises(ConfigurationError, match="got gradients of experts that the loop has changed"):
+        residents.following().__enter__()
 
 
 class LayerWiseDistributedOptimizer:

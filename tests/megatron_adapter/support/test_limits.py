@@ -100,6 +100,10 @@ TABLE = """
     quota | {DELAYED} | delay_passes
     ep smart_schedule=true | {DELAYED} | delay_steps
     parm schedule=s2 | {PADDING} {EQUAL} | padding_s2
+    parm schedule=s2 | {EQUAL} moe_router_force_load_balancing=true | random_whole
+    parm schedule=baseline | {EQUAL} moe_router_force_biased=0.0 | random_whole
+    parm | {EQUAL} moe_router_force_biased=0.0 |
+    parm schedule=s2 | {DIVIDED} moe_router_force_biased=0.0 |
     parm schedule=auto | {PREPROCESS} {DIVIDED} | graph_send
     ep smart_schedule=by_price | {PREPROCESS} | graph_send
     fssdp slots=2 | {PREPROCESS} | graph_slots

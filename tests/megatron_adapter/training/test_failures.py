@@ -29,7 +29,7 @@ SHORT = "{EP2} --train-iters 3"
 NO_RERUN = f"{SHORT} --rerun-mode disabled"
 FSSDP = "fssdp slots=2 overlap_degree=4"
 FAILS_IN = 3  # the iteration; after the first save and the first re-shard, where there are any
-ANOTHER = 17  # Megatron's exit code if a repeated iteration gave another result; 16 if it gave the same
+REPEATED, ANOTHER = 16, 17  # Megatron's exit codes if a repeated iteration gave the same result, or another
 
 
 def is_time(rank="1"):
@@ -65,6 +65,17 @@ def spoil_output():
 
 
 MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"  # Megatron's own or ours
+
+
+def fail_twice():
+    """Let Megatron find an iteration's result wrong, and the same when it repeats the iteration."""
+    from megatron.core.rerun_state_machine import RerunDiagnostic, RerunErrorInjector
+
+    def inject(_, injector):
+        injector.injected_error_type = RerunDiagnostic.CORRECT_RESULT
+        return is_time()
+
+    wrap(RerunErrorInjector, "maybe_inject", inject)
 
 
 def spoil_gradients():
@@ -131,6 +142,21 @@ def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data, tmp_path):
         results.append(float(second))
         assert runs[1].losses == pytest.approx(whole.losses, rel=1e-6)
     assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+def test_an_error_that_repeats_is_saved_as_in_megatron(text_data, tmp_path):
+    """Experts are away from home then, and the iteration has gradients."""
+    arguments = "{EP2} --train-iters 4 --no-save-rng --no-load-rng"
+    whole = train(2, arguments, text_data, strategy="none")
+    saving = f"{arguments} --save {tmp_path} --save-interval 100 --ckpt-format torch_dist"
+    moving = f"{FSSDP} reshard_interval=1"
+    runs = train_on_all_ranks(2, saving, text_data, strategy=moving, before=fail_twice)
+    assert [run.exit_code for run in runs] == [REPEATED, REPEATED]
+    assert any("re-sharded" in message for message in runs[0].messages)
+    # Megatron would insist on another device for the third attempt.
+    resuming = f"{arguments} --load {tmp_path} --rerun-mode disabled"
+    resumed = train(2, resuming, text_data, strategy="none")
+    assert relative_difference(resumed.losses, whole.losses[FAILS_IN - 1 :]) <= 1e-6
 
 
 def run_passes_twice():
