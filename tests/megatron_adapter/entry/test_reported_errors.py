@@ -7,6 +7,7 @@ import pytest
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry import bad_input
 from megatron_fssdp.megatron_adapter.entry.bad_input import report
+from tests.support.python_process import run_python
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,13 @@ def test_the_first_rank_of_a_node_is_the_first_to_print_an_error(rank, local, pl
     report(ConfigurationError("slots: got -1"))
     assert waited == [60.0] * (local != "0")
     assert capsys.readouterr().err == f"[fssdp] error{place}: slots: got -1\n"
+
+
+@pytest.mark.parametrize("way", ["launch(['pretrain_gpt'])", "megatron_fssdp.attach('ep')"])
+def test_an_old_megatron_is_named_where_its_modules_cannot_be_imported_from(way):
+    before = "import megatron_fssdp, megatron.core.transformer.multi_token_prediction as old"
+    launcher = "from megatron_fssdp.megatron_adapter.entry.launcher import launch"
+    run = run_python("-c", f"{before}; {launcher}; del old.MultiTokenPredictionLayer; {way}")
+    last = run.stderr.splitlines()[-1]
+    assert "rror: Megatron: got megatron-core " in last
+    assert "MultiTokenPredictionLayer" in last
