@@ -52,5 +52,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megatron_fssdp.megatron_adapter.support.capabilities import naming_missing_seams
 
-    with naming_missing_seams(for_training=name == "register"):
+    with naming_missing_seams():
         return getattr(import_module(_PLACES[name]), name)

@@ -25,7 +25,7 @@ def launch(arguments: Sequence[str]) -> None:
     """
     try:
         run = _program(list(arguments))
-        with naming_missing_seams(for_training=find_spec("megatron.training") is not None):
+        with naming_missing_seams():
             _turn_on(arguments)
         run()
     except ConfigurationError as error:

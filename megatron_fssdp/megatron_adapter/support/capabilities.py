@@ -85,12 +85,12 @@ def check_seams(*, for_training: bool) -> None:
 
 
 @contextmanager
-def naming_missing_seams(*, for_training: bool) -> Iterator[None]:
-    """Surround imports of our modules, which fail under an old Megatron before anybody calls them."""
+def naming_missing_seams() -> Iterator[None]:
+    """Surround imports of our modules, which fail without Megatron or under an old one."""
     try:
         yield
     except (ImportError, AttributeError):
-        check_seams(for_training=for_training)
+        check_seams(for_training=False)
         raise
 
 

@@ -1,6 +1,7 @@
 """Which rank prints an error that all ranks have."""
 
 import os
+import re
 
 import pytest
 
@@ -25,11 +26,18 @@ def test_the_first_rank_of_a_node_is_the_first_to_print_an_error(rank, local, pl
     assert capsys.readouterr().err == f"[fssdp] error{place}: slots: got -1\n"
 
 
-@pytest.mark.parametrize("way", ["launch(['pretrain_gpt'])", "megatron_fssdp.attach('ep')"])
-def test_an_old_megatron_is_named_where_its_modules_cannot_be_imported_from(way):
-    before = "import megatron_fssdp, megatron.core.transformer.multi_token_prediction as old"
-    launcher = "from megatron_fssdp.megatron_adapter.entry.launcher import launch"
-    run = run_python("-c", f"{before}; {launcher}; del old.MultiTokenPredictionLayer; {way}")
-    last = run.stderr.splitlines()[-1]
-    assert "rror: Megatron: got megatron-core " in last
-    assert "MultiTokenPredictionLayer" in last
+_OLD = "import megatron.core.transformer.multi_token_prediction as old; del old.MultiTokenPredictionLayer"
+_LAUNCH = "from megatron_fssdp.megatron_adapter.entry.launcher import launch; launch(['pretrain_gpt'])"
+
+
+@pytest.mark.parametrize(
+    ("installed", "way", "got"),
+    [
+        (_OLD, _LAUNCH, "megatron-core .* without .*MultiTokenPredictionLayer"),
+        (_OLD, "import megatron_fssdp; megatron_fssdp.attach('ep')", "megatron-core .*MultiTokenPrediction"),
+        ("import sys; sys.modules['megatron'] = None", _LAUNCH, "no megatron-core"),
+    ],
+)
+def test_one_line_names_what_a_megatron_lacks_that_modules_import(installed, way, got):
+    run = run_python("-c", f"{installed}; {way}")
+    assert re.search(f"rror: Megatron: got {got}", run.stderr.splitlines()[-1])
