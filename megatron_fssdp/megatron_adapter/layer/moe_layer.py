@@ -216,14 +216,18 @@ def install_beginnings(chunk: torch.nn.Module) -> None:
     """
     layers = (module for module in chunk.modules() if isinstance(module, TransformerLayer))
     for number, layer in enumerate(layer for layer in layers if isinstance(layer.mlp, StrategyMoELayer)):
-        slots = layer.mlp.slot_layer
-        slots.local.is_first = number == 0
-        if number == 0:
-            _call_at_begin(_with_attention(chunk, layer), slots.launch)
-        _call_at_begin(layer, partial(slots.mark, forward="other", backward=None), in_recompute=True)
-        if slots.groups.one_queue:
-            for part in layer.self_attention.children():
-                part.register_forward_hook(partial(_advance, slots.groups))
+        _install_beginning(layer, layer.mlp, None if number else _with_attention(chunk, layer))
+
+
+def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, start: Any) -> None:
+    slots = moe.slot_layer
+    slots.local.is_first = start is not None
+    if start is not None:
+        _call_at_begin(start, slots.launch)
+    _call_at_begin(layer, lambda hidden: slots.mark(hidden, "other", None), in_recompute=True)
+    if slots.groups.one_queue:
+        for part in layer.self_attention.children():
+            part.register_forward_hook(partial(_advance, slots.groups))
 
 
 def _with_attention(chunk: torch.nn.Module, layer: TransformerLayer) -> Any:

@@ -65,7 +65,7 @@ def _order_of_begins(stack):
     for layer in stack.layers[1:]:
         slots = layer.mlp.slot_layer
         slots.launch = lambda hidden, launch=slots.launch: done.append("launch") or launch(hidden)
-        slots.mark = lambda *_, forward=None, backward=None: forward and done.append("mark")
+        slots.mark = lambda _, forward, *__: forward == "other" and done.append("mark")
     install_beginnings(stack)
     hidden = torch.randn(16, 1, HIDDEN)
     for layer in stack.layers:
