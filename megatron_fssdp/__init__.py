@@ -50,4 +50,7 @@ def __getattr__(name: str) -> Any:
         )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    from megatron_fssdp.megatron_adapter.support.capabilities import naming_missing_seams
+
+    with naming_missing_seams():
+        return getattr(import_module(_PLACES[name]), name)

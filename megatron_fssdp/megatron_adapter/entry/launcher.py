@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.entry.bad_input import EXIT_BAD_INPUT, report
+from megatron_fssdp.megatron_adapter.support.capabilities import naming_missing_seams
 
 USAGE = "usage: torchrun … -m megatron_fssdp SCRIPT.py|-m MODULE ARGS… [--moe-strategy NAME]"
 
@@ -24,7 +25,8 @@ def launch(arguments: Sequence[str]) -> None:
     """
     try:
         run = _program(list(arguments))
-        _turn_on(arguments)
+        with naming_missing_seams():
+            _turn_on(arguments)
         run()
     except ConfigurationError as error:
         report(error)

@@ -6,14 +6,15 @@ experts compute what is in the slots, and calls the runtime where weights and gr
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Self, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -215,19 +216,34 @@ def install_beginnings(chunk: torch.nn.Module) -> None:
     """
     layers = (module for module in chunk.modules() if isinstance(module, TransformerLayer))
     for number, layer in enumerate(layer for layer in layers if isinstance(layer.mlp, StrategyMoELayer)):
-        _install_beginning(layer, layer.mlp, first=number == 0)
+        _install_beginning(layer, layer.mlp, None if number else _with_attention(chunk, layer))
 
 
-def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bool) -> None:
+def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, start: Any) -> None:
     slots = moe.slot_layer
-    slots.local.is_first = first
+    slots.local.is_first = start is not None
+    if start is not None:
+        _call_at_begin(start, slots.launch)
+    _call_at_begin(layer, lambda hidden: slots.mark(hidden, "other", None), in_recompute=True)
+    if slots.groups.one_queue:
+        for part in layer.self_attention.children():
+            part.register_forward_hook(partial(_advance, slots.groups))
 
+
+def _with_attention(chunk: torch.nn.Module, layer: TransformerLayer) -> Any:
+    """The layer, or the one before in a hybrid model, whose layers are attention, Mamba or experts alone."""
+    if isinstance(layer.self_attention, IdentityOp):
+        for stack in (module for module in chunk.modules() if isinstance(module, torch.nn.ModuleList)):
+            for before, after in pairwise(stack):
+                if after is layer:
+                    return before
+    return layer
+
+
+def _call_at_begin(layer: Any, act: Callable[[torch.Tensor], None], in_recompute: bool = False) -> None:
     def begun(method: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if not is_graph_capturing():
-            slots.mark(hidden, "other", None)
-            if first and not in_backward():
-                slots.launch(hidden)
+        if not is_graph_capturing() and (in_recompute or not in_backward()):
+            act(args[0] if args else kwargs["hidden_states"])
         return method(*args, **kwargs)
 
     # The combined schedule calls the parts of the layer, of which attention is the first. A replay of a CUDA
@@ -235,9 +251,6 @@ def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, first: bo
     is_combined = layer.config.overlap_moe_expert_parallel_comm
     for name in ("_forward_attention",) if is_combined else ("forward", "_te_cuda_graph_replay"):
         wrap(layer, name, begun)
-    if slots.groups.one_queue:
-        for part in layer.self_attention.children():
-            part.register_forward_hook(partial(_advance, slots.groups))
 
 
 def _advance(groups: ExpertGroups, part: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -5,8 +5,9 @@ them works. A release that lacks one is refused before anything runs.
 """
 
 import importlib
-import importlib.metadata
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_fssdp.config.errors import ConfigurationError
@@ -73,14 +74,24 @@ def missing_seams(*, for_training: bool) -> dict[str, Exception]:
 def check_seams(*, for_training: bool) -> None:
     """Raise a ConfigurationError unless Megatron has all seams, also those of its training loop if asked."""
     for seam, error in missing_seams(for_training=for_training).items():
-        try:
-            core = f"megatron-core {importlib.metadata.version('megatron-core')}"
-        except importlib.metadata.PackageNotFoundError:
+        try:  # A checkout may come before the installed package, whose metadata have another version.
+            core = f"megatron-core {importlib.import_module('megatron.core').__version__}"
+        except Exception:
             core = "no megatron-core"
         raise ConfigurationError(
             f"Megatron: got {core} without {seam} ({error}), to which the plugin attaches; wanted a release "
             f"in the tested range: {pip_install('megatron-core')}"
         )
+
+
+@contextmanager
+def naming_missing_seams() -> Iterator[None]:
+    """Surround imports of our modules, which fail without Megatron or under an old one."""
+    try:
+        yield
+    except (ImportError, AttributeError):
+        check_seams(for_training=False)
+        raise
 
 
 def _assigns(owner: object, name: str) -> bool:

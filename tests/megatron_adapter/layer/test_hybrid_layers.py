@@ -50,6 +50,28 @@ def test_a_stack_computes_what_stock_megatron_computes():
     wanted, got = (stack(hidden.clone(), None) for stack in (stock, ours))
     assert (wanted - got).abs().max() <= 1e-6
     assert list(session.slots.layer_numbers()) == [1, 2, 3]
+    assert _order_of_begins(ours)[:3] == ["launch", "other", "mark"]
+
+
+def _order_of_begins(stack):
+    """What a pass does, if a layer of another kind comes before those of experts."""
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
+
+    done, first = [], stack.layers[0]
+    other = torch.nn.Identity()
+    other.config, other.layer_number, other._te_cuda_graph_replay = first.config, 0, None
+    other.forward = lambda hidden_states, **_: done.append("other") or hidden_states
+    stack.layers.insert(0, other)
+    for layer in stack.layers[1:]:
+        slots = layer.mlp.slot_layer
+        slots.launch = lambda hidden, launch=slots.launch: done.append("launch") or launch(hidden)
+        slots.mark = lambda _, forward, *__: forward == "other" and done.append("mark")
+    install_beginnings(stack)
+    hidden = torch.randn(16, 1, HIDDEN)
+    for layer in stack.layers:
+        hidden = layer(hidden_states=hidden)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+    return done
 
 
 @on_ranks(2, ep=2)

@@ -135,7 +135,7 @@ def test_a_layer_begins_with_its_gather_and_parts_of_attention_are_points_if_the
     slots.launch = lambda hidden: order.append("gather")
     moe = SimpleNamespace(slot_layer=slots)
     layer, points = FakeLayer(), ["point"] * (2 if one_queue else 0)
-    _install_beginning(layer, moe, True)
+    _install_beginning(layer, moe, layer)
     output = layer(torch.ones(1, 2, requires_grad=True))
     assert order == ["gather", *points]
     output.sum().backward()
