@@ -24,7 +24,6 @@ NAMES = (
     "price_formula",
     "layer_traffic",
     "priced_layer",
-    "expert_parts",
     "placement_descent",
     "placement_search",
     "greedy_planners",

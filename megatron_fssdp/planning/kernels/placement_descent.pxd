@@ -1,8 +1,8 @@
 import cython
 from megatron_fssdp.planning.kernels.constants cimport WIDTH, ROUNDING
-from megatron_fssdp.planning.kernels.expert_parts cimport ExpertParts
+from megatron_fssdp.planning.kernels.priced_layer cimport PricedLayer
 
-cdef class PlacementDescent(ExpertParts):
+cdef class PlacementDescent(PricedLayer):
     cdef double best, trial_s, kept_s
     cdef unsigned char[:, ::1] kept_ED, tried_D
     cdef double[:, ::1] plain

@@ -10,10 +10,10 @@ from megatron_fssdp.planning.placement.placement import ExpertPlacement
 
 if not cython.compiled:  # the .pxd file imports them for C
     from megatron_fssdp.planning.kernels.constants import ROUNDING, WIDTH
-    from megatron_fssdp.planning.kernels.expert_parts import ExpertParts
+    from megatron_fssdp.planning.kernels.priced_layer import PricedLayer
 
 
-class PlacementDescent(ExpertParts):
+class PlacementDescent(PricedLayer):
     """Descents from a placement, one change of one expert at a time; ``search.py`` says what they try.
 
     Attributes:
@@ -29,7 +29,7 @@ class PlacementDescent(ExpertParts):
         self, layer: CostedLayer, start_ED: np.ndarray, slots: int, most_replicated: int, most_prices: int
     ) -> None:
         owners = ExpertPlacement.owners_only(layer.owner_E, layer.topology.num_devices)
-        ExpertParts.__init__(self, layer, owners, slots)
+        PricedLayer.__init__(self, layer, owners, slots)
         self.most_replicated, self.most_prices, self.kept_s = most_replicated, most_prices, self.start_s
         self.kept_ED = memoryview(np.array(start_ED, np.uint8))
         self.plain = memoryview(np.stack((self.work, self.pairs_in, self.pairs_out)))
