@@ -72,17 +72,19 @@ class LayerSearch(CostedLayer):
         self,
         *,
         slots: int,
-        most_replicated: int,
+        most_replicated: int | None = None,
         start: ExpertPlacement | None = None,
         is_quick: bool = False,
     ) -> tuple[ExpertPlacement, float]:
         """The placement that the search finds, and its seconds.
 
-        A device has at most ``slots`` replicas (m), and ``most_replicated`` experts have some (t); or none,
-        if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed, or a ValueError beyond
-        these limits. If it ``is_quick``, it takes half of the time, and finds 1 or 2 % less.
+        A device has at most ``slots`` replicas (m), and ``most_replicated`` experts, by default all, have
+        some (t); or none, if they would save less than :data:`LEAST_SAVING`. ``start`` is one more seed, or a
+        ValueError beyond these limits. If it ``is_quick``, it takes half of the time, and finds 1 or 2 %
+        less.
         """
         plain = self.plain
+        most_replicated = len(self.owner_E) if most_replicated is None else most_replicated
         if not slots or not most_replicated or not self.load_DE.any():
             return plain, self.plain_s
         # The kernel would write beyond its arrays.

@@ -39,7 +39,7 @@ def plans(form, topology, owner_E, counts_DE):
         layer = search.layer_search(
             owner_E, counts_DE, topology, PROFILE, life=ReplicaLife.LAYER_PASS, hides=True
         )
-        placement, seconds = layer.best_placement(slots=2, most_replicated=owner_E.size)
+        placement, seconds = layer.best_placement(slots=2)
         by_load = search.plan_materialization(owner_E, counts_DE, topology, overlap_degree=3, slots=2)
         price = placement_price(counts_DE, placement, topology, PROFILE, ReplicaLife.LAYER_PASS)
         model = prophet_strategy.ProphetModel(topology.num_devices, 1.0, 100, 100, 1.0, 1.0)

@@ -107,7 +107,7 @@ def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(case, see
     topology, owner_E = case
     counts_DE = random_counts_DE(seed, topology.num_devices, owner_E.size)
     search = search_of(owner_E, counts_DE, topology, profile, life)
-    best, _ = search.best_placement(slots=slots, most_replicated=owner_E.size)
+    best, _ = search.best_placement(slots=slots)
     assert best.replicas_per_device_D.max() <= slots
     plain = ExpertPlacement.owners_only(owner_E, topology.num_devices)
     best_s = search.seconds(best)
@@ -125,10 +125,8 @@ def test_a_search_is_not_worse_than_the_placement_that_it_gets(case, seed, profi
         search_of(owner_E, counts_DE, topology, profile)
         for counts_DE in (random_counts_DE(seed + i, topology.num_devices, owner_E.size) for i in range(2))
     ]
-    start, _ = searches[0].best_placement(slots=slots, most_replicated=owner_E.size)
-    best, best_s = searches[1].best_placement(
-        slots=slots, most_replicated=owner_E.size, start=start, is_quick=is_quick
-    )
+    start, _ = searches[0].best_placement(slots=slots)
+    best, best_s = searches[1].best_placement(slots=slots, start=start, is_quick=is_quick)
     assert best.replicas_per_device_D.max() <= slots
     assert best_s == pytest.approx(searches[1].seconds(best), rel=1e-9)
     assert best_s <= searches[1].seconds(start) * (1 + 1e-9)
@@ -143,11 +141,7 @@ def test_a_quick_search_finds_nearly_as_much(hot_device):
         rng = np.random.default_rng(seed)
         weight_E = rng.lognormal(sigma=1.0, size=32) * np.where(hot_device & (owner_E == 3), 10.0, 1.0)
         search = search_of(owner_E, rng.multinomial(4096, weight_E / weight_E.sum(), 8), topology, profile)
-        limits = {"slots": 2, "most_replicated": 32}
-        (_, best_s), (_, quick_s) = (
-            search.best_placement(**limits),
-            search.best_placement(**limits, is_quick=True),
-        )
+        (_, best_s), (_, quick_s) = (search.best_placement(slots=2, is_quick=way) for way in (False, True))
         assert best_s < 0.95 * search.plain_s
         ratios.append(quick_s / best_s)
     assert np.mean(ratios) < 1.03
@@ -186,9 +180,9 @@ def test_a_start_beyond_the_limits_is_refused():
     """The kernel would write beyond its arrays."""
     search = search_of(OWNERS, HOT, TOPOLOGY, PROFILE)
     full = with_replicas(PLAIN, [(0, 2), (1, 2)])
-    assert search.best_placement(slots=2, most_replicated=8, start=full)
+    assert search.best_placement(slots=2, start=full)
     with pytest.raises(ValueError, match="at most 1 replicas"):
-        search.best_placement(slots=1, most_replicated=8, start=full)
+        search.best_placement(slots=1, start=full)
     moved = ExpertPlacement.owners_only(np.roll(OWNERS, 2), 4)
     with pytest.raises(ValueError, match="wanted the layer's owners"):
-        search.best_placement(slots=2, most_replicated=8, start=moved)
+        search.best_placement(slots=2, start=moved)

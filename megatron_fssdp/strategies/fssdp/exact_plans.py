@@ -25,8 +25,9 @@ from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.quotas import quota_assignment
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
+from megatron_fssdp.planning.search import LEAST_SAVING
 from megatron_fssdp.strategies.fssdp import PlanSource
+from megatron_fssdp.strategies.fssdp.kept_searches import search_of
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 
@@ -59,10 +60,7 @@ def planning_s(context: LayerContext) -> tuple[float, float]:
 def _even_plan(context: LayerContext, log_mean: int, life: ReplicaLife, slots: int, hides: bool) -> LayerPlan:
     """The best plan for counts that are all 2 to the power of ``log_mean``; it serves means close to it."""
     load_DE = np.full((context.num_devices, context.num_experts), 2.0**log_mean)
-    layer = (context.owner_E, load_DE, context.topology, context.costs)
-    placement, _ = layer_search(*layer, life=life, hides=hides).best_placement(
-        slots=slots, most_replicated=context.num_experts
-    )
+    placement, _ = search_of(context, load_DE, life, hides).best_placement(slots=slots)
     in_pass, in_micro_batch = life is ReplicaLife.LAYER_PASS, life is ReplicaLife.MICRO_BATCH
     plan = replace(context.owners_only, rematerialize=in_pass, each_micro_batch=in_micro_batch)
     return replace(plan, gather_ahead=hides).placed(placement, context)
@@ -92,13 +90,9 @@ def corrected(
     best_s = even_s(context, float(counts_DE.mean()), plan.life, slots, plan.gather_ahead)
     if best_s > (1 - LEAST_SAVING) * planned_s:
         return plan
-    search = layer_search(
-        *(context.owner_E, counts_DE, context.topology, context.costs), life=plan.life, hides=False
-    )
+    search = search_of(context, counts_DE, plan.life, False)
     start = plan.placement if plan.placement.replicas_per_device_D.max() <= slots else None
-    placement, _ = search.best_placement(
-        slots=slots, most_replicated=context.num_experts, start=start, is_quick=True
-    )
+    placement, _ = search.best_placement(slots=slots, start=start, is_quick=True)
     new = replace(plan.placed(placement, context), corrects=False)
     new_s = plan_price(new, counts_DE, context, num_micro_batches=times, planned=plan).seconds
     return new if new_s < planned_s else plan
@@ -117,10 +111,8 @@ def of_micro_batch(plan: LayerPlan, counts_DE: np.ndarray, context: LayerContext
         return plan
     tokens_ED = quota_assignment(context.owner_E, counts_DE, topology, slots=slots)
     held = ExpertPlacement(context.owner_E, plan.placement.present_ED | (tokens_ED > 0))
-    layer = (context.owner_E, times * counts_DE, topology, context.costs)
-    placement, _ = layer_search(*layer, life=ReplicaLife.MICRO_BATCH, hides=False).best_placement(
-        slots=slots, most_replicated=context.num_experts, is_quick=True
-    )
+    search = search_of(context, times * counts_DE, ReplicaLife.MICRO_BATCH, False)
+    placement, _ = search.best_placement(slots=slots, is_quick=True)
     by_search = plan.placed(placement, context)
     # The exact shares of these counts as quotas need no other gather of counts.
     exact = replace(by_search, dispatch_policy="exact").dispatch(counts_DE, topology)

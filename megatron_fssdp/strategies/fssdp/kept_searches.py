@@ -22,6 +22,11 @@ another search, from the present one, may find a better one for the same loads.
 """
 
 
+def search_of(context: LayerContext, load_DE: np.ndarray, life: ReplicaLife, hides: bool) -> LayerSearch:
+    """:func:`layer_search` for the loads ``[D, E]`` of a layer whose costs are measured."""
+    return layer_search(context.owner_E, load_DE, context.topology, context.costs, life=life, hides=hides)
+
+
 class SearchResult(NamedTuple):
     """A layer's placement, used last after ``number`` iterations, and what its search promised.
 
@@ -78,12 +83,10 @@ class KeptSearches:
         """
         best: SearchResult | None = None
         for life, slots in self._slots_by_life(context).items():
-            search, start = self._search(context, load_DE, life), None
+            search, start = search_of(context, load_DE, life, self._hides), None
             if kept is not None and kept.life is life and kept.placement.replicas_per_device_D.max() <= slots:
                 start = kept.placement
-            placement, seconds = search.best_placement(
-                slots=slots, most_replicated=context.num_experts, start=start
-            )
+            placement, seconds = search.best_placement(slots=slots, start=start)
             if best is None or seconds < (1 - LEAST_SAVING) * best.planned_s:
                 best = SearchResult(placement, life, number, seconds, context.costs, load_DE)
             if placement.replicas_per_device_D.max() < slots:
@@ -101,10 +104,5 @@ class KeptSearches:
             return kept.is_settled or not is_due
         if is_due:
             return False
-        seconds = self._search(context, load_DE, kept.life).seconds(kept.placement)
+        seconds = search_of(context, load_DE, kept.life, self._hides).seconds(kept.placement)
         return seconds - kept.planned_s <= LEAST_SAVING * seconds
-
-    def _search(self, context: LayerContext, load_DE: np.ndarray, life: ReplicaLife) -> LayerSearch:
-        return layer_search(
-            *(context.owner_E, load_DE, context.topology, context.costs), life=life, hides=self._hides
-        )

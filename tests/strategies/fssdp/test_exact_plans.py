@@ -88,7 +88,7 @@ def test_even_loads_keep_the_plan_and_are_searched_once(monkeypatch):
     for _ in range(2):
         assert corrected(past, counts_DE, context, slots=2, times=TIMES) is past
         assert of_micro_batch(plain, counts_DE, context, slots=2) is plain
-        monkeypatch.setattr("megatron_fssdp.strategies.fssdp.exact_plans.layer_search", None)
+        monkeypatch.setattr("megatron_fssdp.strategies.fssdp.exact_plans.search_of", None)
 
 
 def test_even_loads_get_the_replicas_that_save_traffic():

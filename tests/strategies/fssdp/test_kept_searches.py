@@ -5,8 +5,8 @@ import pytest
 
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.search import LEAST_SAVING, layer_search
-from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL, KeptSearches
+from megatron_fssdp.planning.search import LEAST_SAVING
+from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL, KeptSearches, search_of
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
 
@@ -74,10 +74,8 @@ def test_a_kept_placement_costs_at_most_a_little_more_than_a_new_search():
             log_E = log_E + 0.01 * rng.normal(size=EXPERTS)
             load_DE = np.tile(np.exp(log_E) * 4_000 / np.exp(log_E).sum(), (DEVICES, 1))
             iterations.searches(load_DE)
-            search = layer_search(
-                CONTEXT.owner_E, load_DE, CONTEXT.topology, PROFILE, life=ReplicaLife.ITERATION, hides=True
-            )
-            _, least_s = search.best_placement(slots=1, most_replicated=EXPERTS)
+            search = search_of(CONTEXT, load_DE, ReplicaLife.ITERATION, True)
+            _, least_s = search.best_placement(slots=1)
             assert iterations.last is not None
             ratios.append(search.seconds(iterations.last) / least_s)
     assert max(ratios) <= 1 + 8 * LEAST_SAVING
