@@ -28,7 +28,7 @@ class LayerLoad:
     by_nodes_N: np.ndarray  # tokens whose experts, under plain expert parallelism, are on 1, 2, … N nodes
     by_devices_D: np.ndarray  # likewise for devices
     micro_batches: list[Callable[[], np.ndarray]] = field(default_factory=list)  # give counts, int64 [D, E]
-    are_sums: bool = False  # The last of them have the counts of several micro-batches each.
+    are_sums: bool = False  # They are means of several passes, or a sum of all.
     counts_ZDE: np.ndarray | None = None  # those of single micro-batches, int32, if they are recorded
     num_replicas: int = 0  # of the plan with most of them, as micro-batches may have plans of their own
     spag_bytes: int = 0  # that SparseAllGather moved between devices

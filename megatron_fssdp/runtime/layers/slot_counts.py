@@ -112,10 +112,13 @@ class SlotCounts:
             rows_DXIW = numbers_DXN[..., :end].reshape(*numbers_DXN.shape[:2], -1, shared.num_slots)
             rows_IDXW = rows_DXIW.transpose(2, 0, 1, 3)
             sums_DXW = rows_IDXW[0]  # The sum of several rows comes before them.
-            counts_DE = of_experts(sums_DXW)
-            load.micro_batches += [
-                partial(of_experts, row_DXW) for row_DXW in rows_IDXW[len(rows_IDXW) > 1 :]
-            ]
+            counts_DE = of_experts(1, sums_DXW)
+            rows_IDXW = rows_IDXW[len(rows_IDXW) > 1 :]
+            # A row of several passes stands for each of them by their mean, but a single row for all of them.
+            num_passes, num_rows = self._num_passes if len(rows_IDXW) > 1 else 1, len(rows_IDXW)
+            for number in range(num_passes):
+                num_added = len(range(number % num_rows, num_passes, num_rows))
+                load.micro_batches.append(partial(of_experts, num_added, rows_IDXW[number % num_rows]))
             load.are_sums = self._num_passes > self._most_rows
             load.counts_DE += counts_DE
             if measure:
@@ -140,14 +143,17 @@ class SlotCounts:
 
 
 def _by_expert(
-    expert_W: np.ndarray, num_experts: int, num_counting: int, counts_DXW: np.ndarray
+    expert_W: np.ndarray, num_experts: int, num_counting: int, num_passes: int, counts_DXW: np.ndarray
 ) -> np.ndarray:
-    """Tokens of every device for every expert, int64 ``[D, E]``, from those for slots; empty ones have -1."""
+    """Tokens of every device for every expert, int64 ``[D, E]``, from those for slots in so many passes.
+
+    Empty slots have the expert -1.
+    """
     used_W = expert_W >= 0
     counts_DE = np.zeros((len(counts_DXW), num_experts), np.int64)
     counts_DW = counts_DXW.sum(axis=1, dtype=np.int64) // num_counting
     np.add.at(counts_DE.T, expert_W[used_W], counts_DW[:, used_W].T)
-    return counts_DE
+    return counts_DE // num_passes
 
 
 class TokenSpread:
