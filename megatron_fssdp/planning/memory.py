@@ -47,6 +47,10 @@ class HeldReplicas:
     num_micro_batches: int = 1
     copy_bytes: float = 0.0
 
+    def for_at_least(self, num_micro_batches: int) -> "HeldReplicas":
+        """The same, if an iteration has so many micro-batches or more."""
+        return replace(self, num_micro_batches=max(self.num_micro_batches, num_micro_batches))
+
     @property
     def expert_bytes(self) -> int:
         """Bytes of an expert's parameters."""

@@ -66,6 +66,7 @@ class IterationDriver:
         self.reshard: ReshardReport | None = None
         self.selection: SelectionReport | None = None
         self._iterations_to_measure = self._measured_replicas_bytes = 0
+        self._most_micro_batches = 0  # of an iteration so far; not every loop announces all of them before
         self._began_s = 0.0
         self._number = 0
         self._versions = session.slots.versions()  # after the last step, move, or write that is known
@@ -114,7 +115,7 @@ class IterationDriver:
         if self._iterations_to_measure:
             self._iterations_to_measure -= 1
         elif self.runtime.layers and self.runtime.layers[0].local.stopwatch is not None:
-            self._profile(num_micro_batches)
+            self._profile(max(num_micro_batches, self._most_micro_batches, 1))
             self.runtime.drop_plans()
         self.selection = None
         layers, strategy = session.slots.layers, session.strategy
@@ -226,6 +227,9 @@ class IterationDriver:
         if self._session.strategy.travel.exchange == "by_price":
             self._tell_exchange()
         plans = [layer.passes.plan for layer in self.runtime.layers]
+        passes = max((layer.gradients.num_complete for layer in self.runtime.layers), default=0)
+        announced = self.runtime.clock.num_micro_batches
+        self._most_micro_batches = max(self._most_micro_batches, announced or passes)
         loads = self.runtime.end_iteration()
         if self.balance is not None:
             seconds = time.perf_counter() - self._began_s
@@ -272,12 +276,13 @@ class IterationDriver:
             free_bytes=_free_bytes(self._measured_replicas_bytes),
             token_bytes=self._host.hidden_size * layout.dtype.itemsize,
             owned_bytes=optimizer.owned_bytes(layout.numel, layout.dtype.itemsize, copies.size()),
-            num_micro_batches=max(num_micro_batches, 1),
+            num_micro_batches=num_micro_batches,
             held=self.held,
             choices=TokenChoices(self._host.moe_router_topk, is_fused=is_fused),
             deduplicated=self._session.strategy.travel.exchange == "deduplicated",
         )
         context, strategy = layers[0].local.context, self._session.strategy
+        self.held = self.held.for_at_least(context.costs.num_micro_batches)
         if reports_for_stage() and context.profile is not None:
             cluster = context.profile.cluster
             intra, inter, alone = (

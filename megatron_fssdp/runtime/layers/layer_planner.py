@@ -63,7 +63,9 @@ class LayerPlanner:
         self, layer: LocalLayer, counts_DE: np.ndarray, plan: LayerPlan, num_micro_batches: int | None = None
     ) -> LayerPlan:
         """The plan for the counts of a micro-batch; it serves so many, by default all of the iteration."""
-        times = num_micro_batches or max(layer.clock.num_micro_batches, 1)
+        profile = layer.context.profile
+        expected = layer.clock.num_micro_batches or (profile.num_micro_batches if profile else 1)
+        times = num_micro_batches or expected
         new = plan_after_gate(layer.strategy, layer.context, counts_DE, plan, times)
         if new is not plan:
             self._compare(layer, new)

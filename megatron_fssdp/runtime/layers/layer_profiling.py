@@ -65,6 +65,7 @@ def profile_layers(
     near, far, far_of_device = map(LinkCost, costs[::2], costs[1::2])
     cluster = ClusterCost(near, far, 1 / flop_s if flop_s else 1e15, far_of_device)
     messages = measured_messages(cluster, on_cuda=device.type == "cuda")
+    held = held.for_at_least(int(most_micro_batches))
     capacity, mixed_capacity = memory_capacity(
         int(-free),
         held,

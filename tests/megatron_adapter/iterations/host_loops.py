@@ -25,6 +25,7 @@ class Trained:
     forward_only: list[float] = field(default_factory=list)  # losses of log-probabilities
     num_known: int = 0  # iterations whose loads are known of every layer, at the end
     moved: list[bool] = field(default_factory=list)  # whether experts are elsewhere, by iteration
+    micro_batches: int = 0  # of an iteration, by the measured costs
 
 
 class Host:
@@ -332,6 +333,8 @@ def trained(strategy, loop, num_iterations=3, **options):
         for session in (model.session for model in attachment.models if strategy[0] != "none"):
             host.results.num_known = min(len(layer.history) for layer in session.runtime.layers)
             host.results.moved.append(not session.slots.owners.is_even)
+            if (profile := session.runtime.layers[0].local.context.profile) is not None:
+                host.results.micro_batches = profile.num_micro_batches
     return host.results
 
 

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+from megatron_fssdp.megatron_adapter.wrapping import wrap
 from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.runtime.layers import layer_planner
 from tests.support.training_preload import run_megatron_ranks
 
 from ..training_run import slow
-from .host_loops import LOOPS, assert_equal, train_under
+from .host_loops import LOOPS, assert_equal, train_under, trained
 
 FSSDP = ("fssdp", {"slots": 2, "overlap_degree": 3})
 MOVING = ("fssdp", {"slots": 2, "overlap_degree": 3, "reshard_interval": 2})
@@ -39,6 +41,18 @@ def test_none_records_the_loads_of_a_loop(loop, tmp_path):
     np.testing.assert_array_equal(loads.counts_ILDE[0], wanted.counts_ILDE[0])
     tokens_IL = loads.counts_ILDE.sum(axis=(2, 3))
     np.testing.assert_array_equal(tokens_IL, wanted.counts_ILDE.sum(axis=(2, 3)))
+
+
+def train_measured(rank, world_size):
+    served = []
+    note = lambda plan, *given: served.append(given[-1]) or plan(*given)  # noqa: E731
+    wrap(layer_planner, "plan_after_gate", note)
+    strategy = "fssdp", {"slots": 2, "planned_from": "first"}
+    return trained(strategy, LOOPS["by_hand"], num_iterations=4).micro_batches, served[-1]
+
+
+def test_a_loop_without_a_schedule_has_the_micro_batches_that_were_seen():
+    assert run_megatron_ranks(train_measured, 2, ep=2) == [(3, 3)] * 2
 
 
 def compare(loops, strategies):
