@@ -8,7 +8,8 @@ The search, ``kernels/placement_search.py``, compares all placements by one pric
 
 1. **Seeds.** Owners only. Devices, or nodes, get the one or two experts to which they send most. Water
    filling: owners give load away until they keep a part of the mean load, at six levels; with several nodes
-   again so that each of these experts is in all nodes. A placement of the caller.
+   again so that each of these experts is in all nodes. The most loaded experts everywhere, as FasterMoE
+   places them. A placement of the caller.
 2. **A climb** from owners only, by a smooth price, in which all devices count, the highest ones most. It is
    repeated while 1, 2, 4, … experts on each link cost nothing.
 3. **Descents** from the best placement so far, by the exact price, the smooth one and the exact one again. A

@@ -250,7 +250,7 @@ def assert_close(run, to, losses=1e-05, norms=0.0001, *, since=0):
     In fp32, the gradient of every expert has the bound of losses. In half precision, more and more tokens are
     routed differently, so those of the first iterations are compared, coarsely.
     """
-    bound, last = (losses, None) if losses < HALF[0] else (0.1, 4)
+    bound, last = (losses, None) if losses < HALF[0] else (0.1, 3)
     assert_gradients_close(run.expert_gradients[:last], to.expert_gradients[since:][:last], bound)
     wanted = to.losses[since:] if since else to.all_losses
     assert relative_difference(run.losses if since else run.all_losses, wanted) <= losses

@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
@@ -100,6 +100,20 @@ def shadowed(counts_DE, owner_E, profile, slots):
     return with_replicas(plain, [(e, d) for e in experts for d in range(len(counts_DE))])
 
 
+# Each device needs experts that all sources use, and one replica alone saves nothing.
+SHADOWS_ARE_BEST = dataclasses.replace(
+    PROFILE,
+    cluster=ClusterCost(LinkCost(0.0, 1e-6), LinkCost(0.0, 1e-6), 1.0, LinkCost(0.0, 0.0)),
+    expert_bytes=MEGA,
+    gradient_bytes=2 * MEGA,
+    messages=FixedMessages(MEGA),
+)
+
+
+@example(
+    (Topology((0, 0, 0, 0, 0, 0, 1)), np.array([1, 0, 0, 0, 0, 0, 1, 0])),
+    *(31371, SHADOWS_ARE_BEST, 3, ReplicaLife.ITERATION),
+)
 @examples(150)
 @given(owned_layers(), SEEDS, profiles(), st.integers(0, 3), LIVES)
 def test_a_plan_keeps_its_limits_and_is_not_worse_than_simpler_choices(case, seed, profile, slots, life):

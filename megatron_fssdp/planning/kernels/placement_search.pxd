@@ -24,5 +24,6 @@ cdef class PlacementSearch(PlacementDescent):
     cdef void seed_by_sources(self) noexcept nogil
     @cython.locals(most=double, load=double, has=bint, is_first=bint)
     cdef Py_ssize_t fetch(self, Py_ssize_t device, bint for_node, Py_ssize_t num) noexcept nogil
+    cdef void seed_by_shadows(self) noexcept nogil
     cdef void prune(self) noexcept nogil
     cdef void run(self) noexcept nogil

@@ -220,6 +220,16 @@ class PlacementSearch(PlacementDescent):
             self.put(chosen, device, 1)
         return 1 if is_first else 0
 
+    def seed_by_shadows(self) -> None:
+        """Keep the best placement in which the experts with the highest loads are everywhere (FasterMoE)."""
+        self.drop_all()
+        for i in range(min(self.slots, self.most_replicated, self.num_experts)):
+            expert = self.hottest_E[i]
+            self.count_held(expert, -1)
+            self.spread(expert, 3)
+            self.count_held(expert, 1)
+            self.keep()
+
     def prune(self) -> None:
         """Drop the replicas without which the kept placement costs no more."""
         self.go_back()
@@ -267,6 +277,7 @@ class PlacementSearch(PlacementDescent):
         self.keep()
         self.seed_by_sources()
         self.seed_by_levels()
+        self.seed_by_shadows()
         if not self.is_quick:
             self.climb()
             self.go_back()

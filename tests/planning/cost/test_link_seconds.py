@@ -72,7 +72,7 @@ def test_the_decision_takes_the_fewer_seconds(near_s, far_s, experts_s, start_s,
     at_once_s = 2 * (dispatch.seconds + combine.seconds) + 3 * experts_s
     in_steps_s = steps.seconds(dispatch, combine, experts_s) + steps.seconds(combine, dispatch, 2 * experts_s)
     chosen_s = in_steps_s if steps.saves(dispatch, combine, experts_s) else at_once_s
-    assert chosen_s <= min(in_steps_s, at_once_s)
+    assert chosen_s <= min(in_steps_s, at_once_s) * (1 + 1e-12)  # Sums differ by rounding.
     # More start-ups and more work of the host never make steps cheaper.
     free = SteppedExchange(n, between_nodes=True)
     without = times(near_s, far_s)
