@@ -116,11 +116,8 @@ class ResidentExperts:
         )
         # Megatron scales all model chunks by one factor.
         wrap(first, "scale_gradients", self._scale)
-        # A loop may reduce them not at all, or twice, and replicas follow.
-        self._num_reductions = 0
-        overlaps = first.ddp_config.overlap_grad_reduce
-        for reduction in ("finish_grad_sync",) if overlaps else ("start_grad_sync", "finish_grad_sync"):
-            wrap(first, reduction, self._note_reduction)
+        wrap(first, "finish_grad_sync", self._note_reduction)
+        self._is_reduced = False
         self._map = ResidentMap.empty(num_layers, owned.owners.num_devices, slots)
 
     def zero_gradients(self) -> None:
@@ -128,7 +125,7 @@ class ResidentExperts:
         self._ddp.zero_grad_buffer()
         # Its step has left gradients at the Parameters, to which autograd would add.
         self._resident_optimizer.zero_grad()
-        self._followed, self._num_reductions = ([], []), 0
+        self._followed, self._is_reduced = ([], []), False
 
     def quantities(self) -> list[SlotQuantity]:
         """What is copied to replicas: see :func:`slot_quantities`."""
@@ -192,15 +189,20 @@ class ResidentExperts:
         self._ddp.scale_gradients(factor)
 
     def _note_reduction(self, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._num_reductions += 1
-        return reduce(*args, **kwargs)
+        reduced = reduce(*args, **kwargs)  # A rank without passes joins in it, and so zeroes gradients.
+        self._is_reduced = True
+        return reduced
 
     def begin_step(self) -> None:
-        """Reduce the replicas' gradients as often as the model's were, before its optimizer steps."""
+        """Reduce the replicas' gradients, before the model's optimizer steps."""
         if not self._owned.layers:
             return
-        for _ in range(self._num_reductions):
-            self._ddp.finish_grad_sync()
+        if self.holds_any and not self._is_reduced:
+            raise ConfigurationError(
+                "resident replicas: got a step with gradients that DDP has not reduced, wanted "
+                "finish_grad_sync() before it, which replicas follow; call it, or use another --moe-strategy"
+            )
+        self._ddp.finish_grad_sync()
         # Some optimizers count their steps in these settings, so the model's step changes them.
         self._copy_settings()
 

@@ -231,7 +231,7 @@ LOOPS = {
 }
 MORE = {
     late_reset: [QUOTA],
-    reading: [FLEXMOE],
+    reading: [QUOTA],
     halving: [QUOTA],
     crossed: [FLEXMOE],
     averaged: [QUOTA],
@@ -271,6 +271,7 @@ REFUSED = {
     "fssdp in eval mode": "passes in training mode",
     "flexmoe in eval mode": "resident replicas have none",
     "changed gradients of residents": "gradients of experts that the loop has changed",
+    "unreduced gradients of residents": "gradients that DDP has not reduced",
     "reference of residents": "resident replicas: got weights of experts that were written",
     "reference while away": "re-sharding: got weights of experts that were written",
     "weights in an iteration": "written in the middle of an iteration",
@@ -356,6 +357,7 @@ def refusals(rank, world_size):
     note("reference of residents", host_loops.slime, host, 4)
     note("parts of a step", in_parts, Host(), 0)
     note("changed gradients of residents", halving, host_of(FLEXMOE, 4), 4)
+    note("unreduced gradients of residents", reading, host_of(FLEXMOE, 4), 4)
     host = Host()
     adam = type("OtherAdam", (torch.optim.AdamW,), {})  # as slime may build
     for member in getattr(host.optimizer, "chained_optimizers", [host.optimizer]):
