@@ -29,8 +29,7 @@ def assert_equal(run, stock, tolerance=1e-6):
         if name in ("evaluation", "experts"):
             got, wanted = ([number for row in values for number in row.values()] for values in (got, wanted))
         print(name, max((abs(a / b - 1) for a, b in zip(got, wanted, strict=True)), default=0.0))
-        # Small losses are means of values around 1, which fp32 rounds to 1.2e-7.
-        assert got == pytest.approx(wanted, rel=tolerance, abs=1.2e-7)
+        assert got == pytest.approx(wanted, rel=tolerance)
 
 
 def assert_balanced(run, steps=8):
