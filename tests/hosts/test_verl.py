@@ -31,7 +31,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(("options", "plugin", "ranks"), EQUAL)
 def test_ppo_is_that_of_stock(host, folder, options, plugin, ranks):
     run = host.run(f"{folder} {options} {plugin}", ranks=ranks)
-    assert_equal(run, host.stock(f"{folder} {options}", ranks))
+    # A critic's small losses are means of values around 1, whose rounding counts more.
+    assert_equal(run, host.stock(f"{folder} {options}", ranks), 2e-6 if "critic" in options else 1e-6)
     assert_balanced(run, steps=12)
 
 
