@@ -199,9 +199,7 @@ class SparseTransfer:
                 for arrived in first:
                     cargo.settle(arrived)
                 both = [
-                    cargo.arrivals(
-                        [message for message in receives if (message.expert in passed_on) == is_passed]
-                    )
+                    cargo.arrivals([of for of in receives if (of.expert in passed_on) == is_passed])
                     for is_passed in (True, False)
                 ]
                 arriving.append(both)
