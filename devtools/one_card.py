@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
-from devtools.virtual_cuda.nccl.backends import Backends, CoalescingBackend
+from devtools.virtual_cuda.nccl.backends import Backends
 from devtools.virtual_cuda.nccl.collectives import COLLECTIVES, Collective
 from devtools.virtual_cuda.posing.patches import Patches
 
@@ -92,7 +92,7 @@ class CardGroups:
         return call
 
     def _get_backend(self, group: ProcessGroup, device: torch.device) -> Any:
-        return CoalescingBackend()
+        return self._backends.of_nccl(group)
 
     def _collective(
         self, name: str, collective: Collective, group: ProcessGroup, *args: Any, **kwargs: Any

@@ -24,13 +24,7 @@ try:
     __version__ = version("megatron-fssdp")
 except PackageNotFoundError:  # the package is imported from its sources and was never installed
     __version__ = "0+unknown"
-__all__ = [
-    "attach",
-    "attach_from_environment",
-    "register",
-    "register_strategy",
-    "restore_owners",
-]
+__all__ = ["attach", "attach_from_environment", "register", "register_strategy", "restore_owners"]
 _ATTACH = "megatron_fssdp.megatron_adapter.entry.attach"
 _PLACES = {
     "attach": _ATTACH,

@@ -28,11 +28,7 @@ _UsageError: Any = typer.BadParameter.__base__
 _TAKE_WORDS = ("train", "check")
 """Commands that pass the words after ``--`` on; they are the context's object."""
 
-app = typer.Typer(
-    name="megatron-fssdp",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="megatron-fssdp", no_args_is_help=True, pretty_exceptions_enable=False)
 data_app = typer.Typer(help="Build training data.", no_args_is_help=True)
 data_app.command("build")(data_build_command)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.collectives.device_clock import elapsed_s
-from megatron_fssdp.collectives.messages import exchange
+from megatron_fssdp.collectives.messages import connect_pairs, exchange
 from megatron_fssdp.planning.cost.cost_model import LEAST_BETA_S_PER_BYTE, LinkCost, LinkFit, fit_link_cost
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.planning.placement.topology import Topology
@@ -38,6 +38,8 @@ def measure_links(
     of all its devices. A class without a link gets the cost of the other one, and a group of one rank zero
     latency and the lowest beta. Messages of ``most_bytes`` are measured as well where they are fast enough.
     """
+    if device.type == "cuda":
+        connect_pairs(group, device)  # Only some ranks exchange messages, maybe the first ones of the group.
     # The largest nodes are neighbours, because a smaller one could not keep a larger one busy.
     nodes = sorted(topology.devices_by_node, key=len, reverse=True)
     inside = [edge for devices in nodes for edge in _ring(devices)]

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_connected_groups: WeakSet[dist.ProcessGroup] = WeakSet()
+_connected_backends: WeakKeyDictionary[dist.ProcessGroup, object] = WeakKeyDictionary()
 
 
 def start_exchange(
@@ -69,11 +69,13 @@ def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> None:
     """Open the connections between every two ranks of a group.
 
     NCCL would open them when a plan first moves an expert between two ranks. Every rank of the group must
-    make the first call, which also creates the group's communicator; further calls do nothing.
+    make the first call, which also creates the group's communicator; further calls do nothing, unless a host
+    has ended the group and made it anew behind the same object, as slime does.
     """
-    if group in _connected_groups:
+    backend = group._get_backend(device)
+    if _connected_backends.get(group) is backend:
         return
-    _connected_groups.add(group)
+    _connected_backends[group] = backend
     rank, num_ranks = group.rank(), group.size()
     # Every rank begins with its next neighbour, so that no rank gets all first messages.
     others = [(rank + turn) % num_ranks for turn in range(1, num_ranks)]

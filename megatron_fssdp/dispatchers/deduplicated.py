@@ -175,12 +175,7 @@ class DeduplicatedTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sum each token's results, restore the input's shape, and add overlapped shared experts."""
         output = self._copies.pop().sum(hidden_states).view(self.hidden_shape)
-        if self.shared_experts is None:
-            return output
-        shared = self.shared_experts.get_output()
-        if shared.is_cuda:
-            shared.record_stream(torch.cuda.current_stream())  # Its memory is that of another stream.
-        return output + shared
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()
 
     def _choices(self, routing_map: Tensor) -> Tensor:
         """Slots of each token, ascending, int64 ``[T, K]``; W where there is no choice."""

@@ -31,13 +31,8 @@ def quota_assignment(
     tokens_ED[np.arange(num_experts), owner] = load_E
     from_node_ED = topology.sum_over_nodes(counts).T[:, topology.node_of_device_D]
     first_D = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_devices))])
-    layer = (
-        load_E,
-        np.lexsort((-load_E, owner)),
-        first_D,
-        np.argsort(-load_D, kind="stable"),
-        np.argsort(-from_node_ED, axis=1, kind="stable"),
-    )
+    busiest_D, nearest_ED = (np.argsort(-of, axis=-1, kind="stable") for of in (load_D, from_node_ED))
+    layer = load_E, np.lexsort((-load_E, owner)), first_D, busiest_D, nearest_ED
     spilled = np.zeros((max(num_devices * min(slots, num_experts), 1), 3), np.int64)
 
     def spill(ceiling: int) -> int:

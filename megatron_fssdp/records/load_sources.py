@@ -14,12 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.records.loads import LOADS_FILE, RecordedLoads, read_loads
-from megatron_fssdp.records.rank_traces import (
-    ROUTER_TRACES,
-    TOKENS_PER_EXPERT,
-    RoutedModel,
-    read_rank_traces,
-)
+from megatron_fssdp.records.rank_traces import ROUTER_TRACES, TOKENS_PER_EXPERT, RoutedModel, read_rank_traces
 
 _COLUMNS = ("iteration", "layer", "device", "expert", "tokens")
 _MOST = 2**31 - 1

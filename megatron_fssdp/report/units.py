@@ -14,14 +14,9 @@ PARAMETERS: Units = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 FLOPS: Units = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1, "FLOP/s"))
 
 
-def unit_of(value: float, units: Units) -> tuple[float, str]:
-    """Return the largest unit in which a value is at least 1, or the smallest unit."""
-    return next((unit for unit in units if abs(value) >= unit[0]), units[-1])
-
-
 def in_units(value: float, units: Units) -> str:
-    """Return a value as text with three digits and its unit."""
-    size, word = unit_of(value, units)
+    """Return a value with three digits in the largest unit in which it is at least 1, or the smallest one."""
+    size, word = next((unit for unit in units if abs(value) >= unit[0]), units[-1])
     number = value / size
     return f"{number:,.0f} {word}" if abs(number) >= 100 else f"{number:.3g} {word}"
 

@@ -67,10 +67,7 @@ def test_a_right_command_is_ok(runs, tmp_path):
         (f"{TORCHRUN} {GPT} --moe-strategy ep --use-megatron-fsdp", "DDP"),
         (f"{TORCHRUN} {GPT} --tensor-model-parallel-size 3", "world size"),
         (f"MEGATRON_FSSDP_DEVICE=cuda {TORCHRUN} {GPT}", "finds no CUDA device"),
-        (
-            f"{TORCHRUN} {GPT} --tokenizer-type TikTokenizer --tokenizer-model nowhere.json",
-            "nowhere.json",
-        ),
+        (f"{TORCHRUN} {GPT} --tokenizer-type TikTokenizer --tokenizer-model nowhere.json", "nowhere.json"),
         ("torchrun --nproc-per-node 2 train.py", "script train.py: no such file"),
         ("torchrun -m megatron_fssdp -m some.module", "got module some.module, wanted a script"),
         ("python train.py", "got python train.py, wanted the command of a training"),

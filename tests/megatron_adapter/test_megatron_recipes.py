@@ -94,8 +94,7 @@ def small_copy(recipe):
     if tensor == 1:
         flags.pop("--sequence-parallel", None)
     return SmallCopy(
-        per_stage * pipeline,
-        f"{SMALL} --moe-ffn-hidden-size 32 {' '.join(words_of(flags))} --train-iters 6",
+        per_stage * pipeline, f"{SMALL} --moe-ffn-hidden-size 32 {' '.join(words_of(flags))} --train-iters 6"
     )
 
 

@@ -3,12 +3,7 @@
 import numpy as np
 
 from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter
-from megatron_fssdp.records.metrics import (
-    IterationMetrics,
-    LayerMetrics,
-    MetricsWriter,
-    PassMetrics,
-)
+from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, MetricsWriter, PassMetrics
 from megatron_fssdp.records.placements import PlacementsWriter
 
 

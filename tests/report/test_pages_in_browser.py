@@ -25,11 +25,7 @@ def page_of_three_runs(folder):
     return run_page(shown_runs(runs))
 
 
-PAGES = {
-    "run": page_of_a_run,
-    "comparison": page_of_three_runs,
-    "simulation": made_simulation_page,
-}
+PAGES = {"run": page_of_a_run, "comparison": page_of_three_runs, "simulation": made_simulation_page}
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
-from megatron_fssdp.records.metrics import (
-    IterationMetrics,
-    MetricsWriter,
-    SelectionMetrics,
-    read_metrics,
-)
+from megatron_fssdp.records.metrics import IterationMetrics, MetricsWriter, SelectionMetrics, read_metrics
 from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.report.measures import shown_runs
 from megatron_fssdp.report.run_page import run_page

@@ -74,9 +74,7 @@ class RankLayer:
             LayerContext(number, owner_E, self.groups.topology, profile),
             self.groups,
             LocalExperts(
-                f"layer {number}",
-                self.parameters,
-                **({"await_parameters": self.arrive} if case.late else {}),
+                f"layer {number}", self.parameters, **({"await_parameters": self.arrive} if case.late else {})
             ),
             on_pass=self._bind,
         )

@@ -14,6 +14,7 @@ class Backends:
 
     def __init__(self) -> None:
         self._gloo_groups: set[str] = set()
+        self._of_nccl: dict[str, CoalescingBackend] = {}
 
     def install(self, patches: Patches) -> None:
         """Replace the functions that make groups or ask for their backend."""
@@ -35,6 +36,10 @@ class Backends:
         """Whether a group is NCCL's; None stands for the group of all ranks."""
         group = group or dist.group.WORLD
         return isinstance(group, ProcessGroup) and group.group_name not in self._gloo_groups
+
+    def of_nccl(self, group: ProcessGroup) -> "CoalescingBackend":
+        """The backend of an NCCL group, always the same one."""
+        return self._of_nccl.setdefault(group.group_name, CoalescingBackend())
 
     def _making(self, new_group: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from devtools.virtual_cuda.books.findings import EventKind, FindingKind
 from devtools.virtual_cuda.books.virtual_device import VirtualDevice
-from devtools.virtual_cuda.nccl.backends import Backends, CoalescingBackend
+from devtools.virtual_cuda.nccl.backends import Backends
 from devtools.virtual_cuda.nccl.collectives import COLLECTIVES, Collective
 from devtools.virtual_cuda.nccl.work import Operation, VirtualWork, run_on_copies, start_message
 from devtools.virtual_cuda.posing.patches import Patches
@@ -65,7 +65,7 @@ class NcclGroups:
 
     def _get_backend(self, group: ProcessGroup, device: torch.device) -> Any:
         is_nccl = self._backends.is_nccl(group)
-        return CoalescingBackend() if is_nccl else self._originals["_get_backend"](group, device)
+        return self._backends.of_nccl(group) if is_nccl else self._originals["_get_backend"](group, device)
 
     def _method(self, method: str, collective: Collective) -> Callable[..., Any]:
         def call(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:

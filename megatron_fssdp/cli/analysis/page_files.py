@@ -28,12 +28,7 @@ from megatron_fssdp.simulation.moe_job import job_of_run
 
 
 def write_loads_page(
-    source: str,
-    path: Path,
-    model: Sequence[Path] | None,
-    changes: Sequence[str],
-    *,
-    as_json: bool,
+    source: str, path: Path, model: Sequence[Path] | None, changes: Sequence[str], *, as_json: bool
 ) -> None:
     """Write the page of loads that no run of this package recorded, and print their figures."""
     refuse_special_file(path, "--out")

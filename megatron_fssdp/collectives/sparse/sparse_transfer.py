@@ -112,8 +112,6 @@ class SparseTransfer:
         self._passed_on = received & forwarded
         self._on_cuda = self.device.type == "cuda"
         self._one_queue = one_queue and self._on_cuda
-        if self._on_cuda:
-            connect_pairs(group, self.device)
 
     def start_all_gather(self, contents: Mapping[int, Parts], puts: WeightPuts = NO_PUTS) -> PendingTransfer:
         """Start SparseAllGather from :attr:`shared_experts` into :attr:`received_experts`.
@@ -162,8 +160,12 @@ class SparseTransfer:
         timer = TransferTimer(cargo.is_gather, len(self.plan.table) * len(self.elements) * dtype.itemsize)
         if self._journal is not None:
             self._journal.append(timer)
+        if not len(self.plan.table):
+            return PendingTransfer(timer)
+        if self._on_cuda:
+            connect_pairs(self.group, self.device)  # also on idle ranks
         # With one queue, ranks without messages must issue the transfers of the lane in the same order.
-        if not len(self.plan.table) or (is_idle and not self._one_queue):
+        if is_idle and not self._one_queue:
             return PendingTransfer(timer)
         steps = self._steps(cargo, num_chunks, puts)
         if not self._on_cuda:
@@ -197,9 +199,7 @@ class SparseTransfer:
                 for arrived in first:
                     cargo.settle(arrived)
                 both = [
-                    cargo.arrivals(
-                        [message for message in receives if (message.expert in passed_on) == is_passed]
-                    )
+                    cargo.arrivals([of for of in receives if (of.expert in passed_on) == is_passed])
                     for is_passed in (True, False)
                 ]
                 arriving.append(both)

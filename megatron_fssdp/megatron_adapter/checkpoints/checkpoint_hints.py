@@ -141,7 +141,7 @@ def hints_of(session: StrategySession) -> list[CheckpointHint]:
     return hints
 
 
-_sessions: list[weakref.ref[StrategySession]] = []
+_sessions: list[weakref.ref[StrategySession]] = []  # in the same order on all ranks
 _loading: list[StrategySession] = []  # whose experts the running load fills
 
 
@@ -160,23 +160,26 @@ def _install() -> None:
     wrap(serialization, "load_common_state_dict", _take_hints)
 
 
-def _alive() -> list[StrategySession]:
-    return [session for ref in _sessions if (session := ref()) is not None]
+def _in(sharded_state_dict: Any) -> dict[int, StrategySession]:
+    """The sessions whose experts are in a sharded state dict, by their numbers."""
+    slots = slots_in(sharded_state_dict)
+    alive = {number: session for number, ref in enumerate(_sessions) if (session := ref()) is not None}
+    return {number: session for number, session in alive.items() if session.slots in slots}
 
 
 def _save_hints(preprocess: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    saved, hints = slots_in(sharded_state_dict), dict[str, Any]()
-    for session in _alive():
-        # A stage without MoE layers takes part for the others.
-        if any(_of_all_stages(session.slots in saved)):
-            hints |= {hint.key: hint.gather() for hint in hints_of(session)}
+    # A stage without MoE layers takes part for the others. Sessions of dropped models do not: Python frees
+    # them at other times on each rank.
+    numbers, hints = _of_all_stages({*_in(sharded_state_dict)}), dict[str, Any]()
+    for session in (_sessions[number]() for number in sorted(set[int]().union(*numbers))):
+        assert session is not None
+        hints |= {hint.key: hint.gather() for hint in hints_of(session)}
     known = {key: value for key, value in hints.items() if value is not None}
     return preprocess({**sharded_state_dict, **known}, *args, **kwargs)
 
 
 def _expect_experts(preprocess: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    loaded = slots_in(sharded_state_dict)
-    _loading[:] = [session for session in _alive() if session.slots in loaded]
+    _loading[:] = _in(sharded_state_dict).values()
     return preprocess(sharded_state_dict, *args, **kwargs)
 
 

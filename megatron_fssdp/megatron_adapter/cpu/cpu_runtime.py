@@ -138,7 +138,7 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "fp8_autocast": _returning(nullcontext()),
     },
     "megatron.core.transformer.moe.token_dispatcher": {
-        "maybe_move_tensor_to_cpu": _always(replacements.move_to_host),  # it expects CUDA tensors
+        "maybe_move_tensor_to_cpu": _always(replacements.move_to_host)  # it expects CUDA tensors
     },
     # Without it, 8 experts on 4 expert-parallel ranks are two, four times each.
     "megatron.core.transformer.moe.experts:SequentialMLP": {
@@ -148,10 +148,10 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "__init__": _around(replacements.experts_of_this_rank)
     },
     "megatron.core.transformer.torch_norm:WrappedTorchNorm": {
-        "__new__": _around(replacements.norm_under_sequence_parallelism),
+        "__new__": _around(replacements.norm_under_sequence_parallelism)
     },
     "megatron.core.transformer.dot_product_attention:DotProductAttention": {
-        "__init__": _around(replacements.attention_of_other_widths),  # for multi-latent attention
+        "__init__": _around(replacements.attention_of_other_widths)  # for multi-latent attention
     },
     "megatron.training.training": {
         # pretrain() does not pass allow_no_cuda on.

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MODEL = "model_of_fssdp"
-_built: weakref.WeakSet[Any] = weakref.WeakSet()  # Optimizers; those of a chained one are in it, too.
+# Optimizers in their order, equal on all ranks; those of a chained one are in it, too.
+_built: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 _SIZES = ("num_experts", "num_layers", "hidden_size", "seq_length")
 _COMPARED = (*_SIZES, "micro_batch_size", "global_batch_size")
 _TOLD_AFTER_S = 60.0  # that a rank waits for others
@@ -180,7 +181,7 @@ def model_of(marked: Any) -> "ModelIterations | None":
 def note_optimizer(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Build an optimizer, and note it."""
     init(self, *args, **kwargs)
-    _built.add(self)
+    _built[self] = None
 
 
 def optimizer_of(model: "ModelIterations") -> Any:

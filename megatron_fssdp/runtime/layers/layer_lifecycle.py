@@ -85,17 +85,12 @@ class LayerLifecycle:
         self.counts.clear()
 
     def _take_load(self) -> LayerLoad:
-        shared, load, self.local.load = (
-            self.passes.shared,
-            self.local.load,
-            LayerLoad.empty(self.local.context),
-        )
-        if shared is not None:
-            load.strategy = self.local.strategy.selected(self.local.context.layer)
-        if self.local.journal is not None:
-            load.take(
-                self.local.journal, self.local.timer, in_steps=shared is not None and shared.plan.in_steps
-            )
-        if self.local.stopwatch is not None:
-            self.local.stopwatch.iteration_ends()
+        local, plan = self.local, self.passes.plan
+        load, local.load = local.load, LayerLoad.empty(local.context)
+        if plan is not None:
+            load.strategy = local.strategy.selected(local.context.layer)
+        if local.journal is not None:
+            load.take(local.journal, local.timer, in_steps=plan is not None and plan.in_steps)
+        if local.stopwatch is not None:
+            local.stopwatch.iteration_ends()
         return load

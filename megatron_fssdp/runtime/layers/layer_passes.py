@@ -190,11 +190,15 @@ class LayerPasses:
         plan = self._planner.plan_after_gate(self.local, counts_DE, before.plan)
         if plan is before.plan:
             return before
-        is_gathered = before.transfers is not None and before.transfers.is_gathered
-        if before.transfers is not None and is_gathered:
-            before.transfers.await_weights()
+        transfers = before.transfers
+        is_gathered = transfers is not None and transfers.is_gathered
+        if transfers is not None and is_gathered:
+            transfers.await_weights()
         after = self._binder.for_iteration(plan)
-        if is_gathered and after is not before and not plan.rematerialize and after.transfers is not None:
+        if after.transfers is None:
+            if transfers is not None:
+                transfers.drop()
+        elif is_gathered and after is not before and not plan.rematerialize:
             placements = before.plan.placement, plan.placement
             after.transfers.add(additional_transfer(*placements, self.local.context.topology))
         return after

@@ -16,11 +16,7 @@ from ...report.page_parts import PageParts
 
 CLUSTER = ("--cluster", str(ROOT / "configs/clusters/hpwnv.yaml"))
 ONE_NODE = ("--cluster-set", "num_nodes=1", "--cluster-set", "devices_per_node=2")
-SIZES = (
-    "model.num_layers=2",
-    "model.num_experts=4",
-    "parallelism.expert_model_parallel_size=2",
-)
+SIZES = ("model.num_layers=2", "model.num_experts=4", "parallelism.expert_model_parallel_size=2")
 SIZES += ("parallelism.nproc_per_node=2", "training.micro_batch_size=64")
 SIZES += ("training.global_batch_size=256",)
 MODEL = (

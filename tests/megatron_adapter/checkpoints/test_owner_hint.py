@@ -2,6 +2,7 @@
 
 import logging
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -78,6 +79,27 @@ def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used():
     assert len(damaged) == 2
     assert all("owners are not used: it cannot be read" in line for line in damaged)
     assert "keep the owners of the checkpoint" in kept
+
+
+class Session:
+    def __init__(self, name):
+        self.slots, self.name = object(), name
+
+
+@on_ranks(2, pp=2)
+def test_the_session_of_a_dropped_model_that_one_rank_still_has_changes_nothing():
+    """Ranks collect garbage at other times."""
+    sessions = [Session("dropped"), Session("saved")]
+    for session in sessions:
+        checkpoint_hints.add(session)
+    if dist.get_rank():
+        del sessions[0]
+
+    def hints(session):
+        return [SimpleNamespace(key=session.name, gather=lambda: checkpoint_hints._of_all_stages(1))]
+
+    with mock.patch.multiple(checkpoint_hints, hints_of=hints, slots_in=lambda _: [sessions[-1].slots]):
+        assert checkpoint_hints._save_hints(lambda state: state, {}) == {"saved": [1, 1]}
 
 
 @pytest.mark.parametrize(

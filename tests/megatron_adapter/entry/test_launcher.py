@@ -10,16 +10,7 @@ import pytest
 
 from megatron_fssdp.records.metrics import read_metrics
 
-from ..training_run import (
-    GPT,
-    SCRIPT,
-    TINY_GPT_MOE,
-    assert_equal,
-    rows,
-    train,
-    train_on_all_ranks,
-    wrap,
-)
+from ..training_run import GPT, SCRIPT, TINY_GPT_MOE, assert_equal, rows, train, train_on_all_ranks, wrap
 
 SHORT = "{EP2} --train-iters 2"
 

@@ -184,11 +184,7 @@ CHANGES = [
     ("LoRA", lambda layer: _wrap_whole(layer.experts), BOTH),
     ("LoRA", lambda layer: _quantize(_last(layer).linear_fc2), AFTER),
     ("meta device", lambda layer: _replace_weight(_last(layer).linear_fc1), AFTER),
-    (
-        "Megatron-FSDP",
-        lambda layer: setattr(next(layer.experts.parameters()), "__fsdp_param__", True),
-        AFTER,
-    ),
+    ("Megatron-FSDP", lambda layer: setattr(next(layer.experts.parameters()), "__fsdp_param__", True), AFTER),
 ]
 
 

@@ -2,13 +2,16 @@
 
 import logging
 import os
+import random
 import time
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from megatron_fssdp.megatron_adapter.iterations import host_settings
 from tests.support.training_preload import on_ranks
 
 from ..training_run import train_on_all_ranks, wrap
@@ -63,8 +66,6 @@ def test_all_ranks_are_refused(before, more, message, text_data, tmp_path):
 @on_ranks(2, ep=2)
 def test_a_rank_says_for_whom_it_waits():
     """A host may hand the variables that attach a strategy to some of its workers only."""
-    from megatron_fssdp.megatron_adapter.iterations import host_settings
-
     host_settings._TOLD_AFTER_S, heard = 0.5, BufferingHandler(99)
     logging.getLogger("megatron_fssdp").addHandler(heard)
     dist.barrier()
@@ -73,3 +74,18 @@ def test_a_rank_says_for_whom_it_waits():
     host_settings.check_equal({"--moe-strategy": "fssdp"})
     said = [record.getMessage().partition(",")[0] for record in heard.buffer]
     assert said == ([] if is_late else ["[fssdp] rank 0 waits for others of 2 ranks"])
+
+
+class Optimizer:
+    config = None
+
+
+def test_optimizers_of_a_model_are_in_the_order_in_which_they_were_built(monkeypatch):
+    """Else the settings of the first one would differ between ranks."""
+    model, built = SimpleNamespace(chunks=[]), [Optimizer() for _ in range(20)]
+    monkeypatch.setattr(host_settings, "models_of", lambda _: [model])
+    monkeypatch.setattr(host_settings, "_built", type(host_settings._built)())
+    random.Random(0).shuffle(built)
+    for optimizer in built:
+        host_settings.note_optimizer(lambda self: None, optimizer)
+    assert host_settings.optimizer_of(model).chained_optimizers == built

@@ -73,6 +73,25 @@ def test_only_a_training_pass_corrects_a_plan():
     runtime.end_iteration()
 
 
+class Withdraws(DrawnPlacements):
+    """Its correction has no replicas."""
+
+    def after_gate(self, context, counts_DE, plan, num_micro_batches):
+        return LayerPlan.owners_only(context)
+
+
+@on_layer_ranks(2)
+def test_a_correction_without_replicas_frees_those_that_have_arrived():
+    with mock.patch("tests.runtime.case_run.strategy_of", Withdraws):
+        run = CaseRun(replace(CASE, corrects=True, placement="everywhere"))
+    run.runtime.begin_iteration(1)
+    gathered = run.layers[0].slots.passes.shared.transfers.slots
+    run.forward(run.draw())[0].sum().backward()
+    assert run.layers[0].slots.passes.shared.transfers is None
+    assert not gathered.held_bytes
+    run.end()
+
+
 @on_layer_ranks(2)
 def test_a_trace_names_what_a_layer_does():
     run = CaseRun(CASE)
