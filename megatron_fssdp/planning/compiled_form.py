@@ -19,8 +19,15 @@ from typing import Any
 
 FOLDER = Path(__file__).with_name("kernels")
 NAMES = (
-    *("constants", "transfer_trees", "price_formula", "layer_traffic", "priced_layer"),
-    *("placement_descent", "placement_search", "greedy_planners", "token_shares"),
+    "constants",
+    "transfer_trees",
+    "price_formula",
+    "layer_traffic",
+    "priced_layer",
+    "placement_descent",
+    "placement_search",
+    "greedy_planners",
+    "token_shares",
 )
 """The kernels; each one follows those that it imports."""
 

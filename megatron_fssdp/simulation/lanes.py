@@ -33,8 +33,16 @@ from megatron_fssdp.simulation.layer_record import IterationRecord, LayerRecord
 COMPUTE, ALL_TO_ALL, TRANSFER, HOST = "compute", "all-to-all", "transfer", "host"
 
 PARTS = (
-    *("other compute", "experts", "all-to-all", "waiting for spAG", "waiting for spRS", "re-sharding"),
-    *("dense messages", "gradient sync", "host", "pipeline bubble"),
+    "other compute",
+    "experts",
+    "all-to-all",
+    "waiting for spAG",
+    "waiting for spRS",
+    "re-sharding",
+    "dense messages",
+    "gradient sync",
+    "host",
+    "pipeline bubble",
 )
 """Parts of an iteration's time. Their seconds add up to the whole iteration."""
 
