@@ -30,10 +30,11 @@ from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySessi
 from megatron_fssdp.megatron_adapter.support.capabilities import check_seams
 from megatron_fssdp.megatron_adapter.support.node_detection import check_declared_nodes
 
-# Switches of kernels that give the same results as Megatron's code without them.
+# Switches with the same results as Megatron's code without them: those of kernels, and of saves beside the
+# training, because the process that writes them divides by the number of GPUs, and ranks would wait for it.
 _NEED_A_GPU = (
     *("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"),
-    *("use_flash_attn", "tp_comm_overlap"),
+    *("use_flash_attn", "tp_comm_overlap", "async_save"),
 )
 
 _defaults: dict[str, Any] = {}  # of Megatron's arguments; those that a script adds are not in it

@@ -43,6 +43,7 @@ ROWS = rows(
     fp32, distributed in parts, overlaps | 4 | {EP2} {OVERLAPS} | {OWNERS} | anywhere
     fp16 in copies | 4 | {EP2} --fp16 --initial-loss-scale 1024 | {OWNERS} | anywhere
     sgd | 2 | {EP2} --optimizer sgd | {OWNERS} | anywhere
+    lion | 2 | {EP2} --optimizer lion | {OWNERS} | anywhere
     several instances, each with parts | 8 | {EP2} --bf16 {INSTANCES} {BATCH16} | {OWNERS} | anywhere
     several instances, each on one rank | 4 | {EP2} --bf16 {INSTANCES} --overlap-grad-reduce | {OWNERS}
         | anywhere
@@ -67,7 +68,7 @@ ROWS = rows(
 )
 DEFAULT = list(ROWS)[:3]
 NEVER_MOVE = ("", "freeze_some", "split_transfers")  # hooks without a map of owners
-PACKAGES = {"several": "einops", "muon": "emerging_optimizers", "layer-wise": "emerging_optimizers"}
+PACKAGES = {"several": "einops", **dict.fromkeys(("lion", "muon", "layer-wise"), "emerging_optimizers")}
 
 
 def run(name, data, *, stock=False):
