@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_fssdp.collectives.failure_place import naming_failures
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
@@ -136,8 +135,11 @@ class StrategyMoELayer(MoELayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run Megatron's forward pass. An error gets a note with the number of the layer."""
-        with naming_failures(f"the forward pass of MoE layer {self.slot_layer.local.context.layer}"):
+        try:
             return super().forward(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"in the forward pass of MoE layer {self.slot_layer.local.context.layer}")
+            raise
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """Run the gate, on this rank's part of the tokens where tensor-parallel ranks have the same ones."""
