@@ -75,6 +75,7 @@ def test_checkpoints_hold_each_expert_once(optimizer, text_data, tmp_path):
 def train_without_gloo_groups(rank, world_size):
     from megatron.core import parallel_state
 
+    cheap_links()
     parallel_state.destroy_model_parallel()
     sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)

@@ -13,6 +13,7 @@ import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
 from tests.support.training_preload import run_megatron_ranks
 
+from ..training.parity.test_strategy_parity import cheap_links
 from ..training_run import slow
 from . import host_loops
 from .host_loops import Host, assert_equal, swift, trained
@@ -242,6 +243,7 @@ MORE = {
 
 def train_unusually(rank, world_size, table):
     """Stock Megatron's run, and that of each strategy, by loop."""
+    cheap_links()
     return {
         # FlexMoE can have replicas from the fourth iteration on, and the next one shows their step.
         loop: [trained(strategy, loop, 3 + 2 * (FLEXMOE in others)) for strategy in (("none", {}), *others)]
