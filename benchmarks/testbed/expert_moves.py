@@ -75,7 +75,7 @@ class ExpertMoves:
         for index, layer in enumerate(layers):
             owned = new.slots_on(self._device, index)
             tensors = {expert: self._slots[slot] for expert, slot in owned.items()}
-            layer.own(new.device_LE[index], tensors, self._layout)
+            layer.own(new.device_LE[index], tensors)
 
     def _replicate(self, placements: Sequence[ExpertPlacement]) -> None:
         layers = self._runtime.layers

@@ -38,6 +38,7 @@ class HeldReplicas:
         expert_elements: Parameters of an expert, of ``dtype_bytes`` bytes each.
         num_micro_batches: Number of micro-batches in an iteration, the largest that is still to come.
         copy_bytes: Bytes of an element's quantized copies (fp8, fp4).
+        trained_share: Part of the parameters that have gradients; less than 1 with adapters (LoRA).
     """
 
     life: ReplicaLife
@@ -46,6 +47,7 @@ class HeldReplicas:
     dtype_bytes: int
     num_micro_batches: int = 1
     copy_bytes: float = 0.0
+    trained_share: float = 1.0
 
     def for_at_least(self, num_micro_batches: int) -> "HeldReplicas":
         """The same, if an iteration has so many micro-batches or more."""
@@ -57,9 +59,24 @@ class HeldReplicas:
         return self.expert_elements * self.dtype_bytes
 
     @property
+    def trained_elements(self) -> int:
+        """Parameters of an expert that have gradients."""
+        return round(self.expert_elements * self.trained_share)
+
+    @property
     def sum_bytes(self) -> int:
         """Bytes of the fp32 sum of an expert's gradients."""
-        return self.expert_elements * FP32_BYTES
+        return self.trained_elements * FP32_BYTES
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of an expert as a backward pass computes them."""
+        return self.trained_elements * self.dtype_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the gradients of an expert as they are sent."""
+        return self.sum_bytes if self.sends_fp32 else self.gradient_bytes
 
     @property
     def sends_fp32(self) -> bool:
@@ -107,7 +124,7 @@ class HeldReplicas:
             return self.layers_with_sums * self.sum_bytes
         # More backward passes than announced may follow, so only lives of one pass have sums in its type.
         may_sum = self.life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED)
-        return min(self.stage.num_layers, 1) * (self.sum_bytes if may_sum else self.expert_bytes)
+        return min(self.stage.num_layers, 1) * (self.sum_bytes if may_sum else self.gradient_bytes)
 
     def buffers_bytes(self, received: int, experts: int, messages: MessageRule | None) -> int:
         """Bytes of received gradients of replicas, and of the fp32 sums of the experts to which they belong.
@@ -118,15 +135,15 @@ class HeldReplicas:
             return 0
         if self.sends_fp32:
             return messages.buffered_bytes(self.sum_bytes, received)
-        wide_bytes = messages.buffered_bytes(self.expert_bytes, min(received, experts))
-        wide_bytes = wide_bytes * self.sum_bytes // self.expert_bytes
-        return messages.buffered_bytes(self.expert_bytes, received) + wide_bytes
+        wide_bytes = messages.buffered_bytes(self.gradient_bytes, min(received, experts))
+        wide_bytes = wide_bytes * FP32_BYTES // self.dtype_bytes
+        return messages.buffered_bytes(self.gradient_bytes, received) + wide_bytes
 
     def bytes_at_peak(self, replicas_L: Sequence[int]) -> int:
         """Bytes of a device's replicas of each layer at the peak of an iteration, without buffers."""
         most_first = sorted(replicas_L, reverse=True)
-        num_bytes = sum(most_first[: self.layers_with_weights]) * self.dtype_bytes
-        num_bytes += sum(most_first[: self.layers_with_sums]) * FP32_BYTES
+        num_bytes: float = sum(most_first[: self.layers_with_weights]) * self.dtype_bytes
+        num_bytes += sum(most_first[: self.layers_with_sums]) * FP32_BYTES * self.trained_share
         copies = sum(islice(cycle(most_first), self.layers_with_copies))  # of several micro-batches
         return int(self.expert_elements * (num_bytes + copies * self.copy_bytes))
 
@@ -215,7 +232,7 @@ def expert_memory(
     ``gradient_bytes``. It receives gradients of ``most_received`` replicas of one layer, by default the most
     that is possible: of each expert that it has, those of all children in the tree.
     """
-    elements, expert_bytes = held.expert_elements, held.expert_bytes
+    elements, expert_bytes = held.trained_elements, held.expert_bytes
     resident = held.stage.num_layers * replicas.get(ReplicaLife.RESIDENT, 0)
     weights_bytes, gradients_bytes, buffers_bytes = 0, resident * elements * gradient_bytes, 0
     for life, number in replicas.items():
@@ -230,7 +247,7 @@ def expert_memory(
             # One layer's holders send gradients to the owners while another layer's owners send sums back.
             received_bytes += 2 * (sent + number) * held.sum_bytes
         elif not of_life.sends_fp32 and life in (ReplicaLife.ITERATION, ReplicaLife.SELECTED):
-            received_bytes += messages.buffered_bytes(expert_bytes, number)  # rounded to travel
+            received_bytes += messages.buffered_bytes(held.gradient_bytes, number)  # rounded to travel
         buffers_bytes = max(buffers_bytes, received_bytes)
     return ExpertMemory(
         slot_parameters_bytes=slots_per_device * expert_bytes,

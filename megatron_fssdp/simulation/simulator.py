@@ -269,7 +269,7 @@ def layer_profile(
         flops_per_token=job.expert_flops_per_token,
         memory_capacity=capacity,
         mixed_capacity=mixed_capacity,
-        gradient_bytes=held.sum_bytes if held.sends_fp32 else job.expert_bytes,
+        gradient_bytes=held.sent_bytes,
         num_micro_batches=job.num_micro_batches,
         owned_bytes=job.owned_bytes,
         messages=job.messages(cluster),

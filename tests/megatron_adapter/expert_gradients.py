@@ -47,8 +47,7 @@ def _norms(model):
     return {
         (*place, matrix, part): float(torch.linalg.vector_norm(gradients[parameter], dtype=torch.float64))
         for place, parameters in experts.items()
-        for matrix, parameter in enumerate(parameters)
-        if parameter.requires_grad
+        for matrix, parameter in enumerate(filter(lambda parameter: parameter.requires_grad, parameters))
     }
 
 
@@ -56,7 +55,7 @@ def _experts(model):
     """Yield layer, number and Parameters of the experts that this rank owns, wherever they are."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_fssdp.megatron_adapter.experts.slot_experts import expert_parameters
+    from megatron_fssdp.megatron_adapter.experts.expert_places import expert_parameters
 
     for name, layer in (named for chunk in model for named in chunk.named_modules()):
         if isinstance(layer, MoELayer):

@@ -41,7 +41,8 @@ class _GroupedMatmul(torch.autograd.Function):
         for index, (part, rows, weight) in enumerate(parts):
             of_x.append(part @ weight)
             of_biases.append(part.sum(0) if ctx.adds_bias else None)
-            if ctx.store.delay_wgrad_compute():
+            # Transformer Engine asks the first one.
+            if ctx.store.delay_wgrad_compute() or not ctx.needs_input_grad[6]:
                 of_weights.append(None)
                 continue
             of_weight = part.t() @ rows

@@ -110,7 +110,7 @@ class RankLayer:
 
     def move(self, owner_E):
         self.parameters = self._own(owner_E)
-        self.slots.own(owner_E, self.parameters, self._layout())
+        self.slots.own(owner_E, self.parameters)
 
     def keep(self, strategy, number):
         context = self.slots.local.context

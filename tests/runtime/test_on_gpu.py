@@ -69,7 +69,8 @@ def test_memory_of_replicas_comes_and_goes():
     torch.mm(small, small).sum().backward()  # cuBLAS takes a workspace in either pass, and keeps it
     del small
     before = torch.cuda.memory_allocated()
-    slots = ReplicaSlots(ExpertLayout((torch.Size((512, 256)), torch.Size((256, 512))), torch.bfloat16), CUDA)
+    shapes = torch.Size((512, 256)), torch.Size((256, 512))
+    slots = ReplicaSlots(ExpertLayout(shapes, torch.bfloat16, 2), CUDA)
     slots.hold([2, 5])
     assert torch.cuda.memory_allocated() == before
     slots.open_weights()

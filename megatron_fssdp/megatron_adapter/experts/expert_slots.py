@@ -27,7 +27,7 @@ from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts
 from megatron_fssdp.megatron_adapter.experts.slot_quantities import slot_quantities
 from megatron_fssdp.planning.placement.owner_map import OwnerMap, SlotMove
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
 from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
 logger = logging.getLogger(__name__)
@@ -195,11 +195,10 @@ class ExpertSlots:
                 f"in {report.seconds:.3f} s"
             )
         slots = self.parameters
-        layout = ExpertLayout.of(slots[0])
         for index, (layer, experts) in enumerate(zip(self.layers, self._experts, strict=True)):
             owned = owners.slots_on(layer.groups.device, index)
             parameters = {expert: slots[slot] for expert, slot in owned.items()}
-            layer.own(owners.device_LE[index], parameters, layout)
+            layer.own(owners.device_LE[index], parameters)
             experts.share_modules(self._experts)
             gradient_sync.belong_to(layer, chain.from_iterable(parameters.values()))
         self._owners = owners

@@ -110,13 +110,14 @@ def held_replicas(
     )
     # Transformer Engine quantizes weights for each direction, and mxfp8 has a scale for every 32 elements.
     is_quantized = bool(host.fp8 or host.fp4)
-    layouts = (layer.local.experts.layout() for layer in session.runtime.layers)
+    layouts = [layer.local.experts.layout() for layer in session.runtime.layers]
     return HeldReplicas(
         session.strategy.replica_life,
         stage,
         *next(((layout.numel, layout.dtype.itemsize) for layout in layouts), (0, 0)),
         _most_micro_batches(host, num_micro_batches),
         copy_bytes=2 * (1 + 1 / 32) if is_quantized else 0.0,
+        trained_share=max((layout.trained_numel / layout.numel for layout in layouts), default=1.0),
     )
 
 

@@ -67,7 +67,7 @@ class StrategyMoELayer(MoELayer):
         config, pg_collection = self.config, _groups_of(self)
         settings = session.check_model(config)
         refuse_own_methods(self, ("route", "preprocess", "dispatch", "postprocess"), "object")
-        self._slot_experts = SlotExperts(self.experts, self.num_local_experts)
+        self._slot_experts = SlotExperts(self.experts, self.num_local_experts, self.ep_group)
         local = self._slot_experts.parameters
         groups = session.expert_groups(self.ep_group, pg_collection.expt_tp, pg_collection.tp_ep)
         owner_E = even_owners(config.num_moe_experts, groups.num_devices)
@@ -84,6 +84,7 @@ class StrategyMoELayer(MoELayer):
             LocalExperts(
                 f"layer {context.layer}",
                 dict(zip(self.local_expert_indices, local, strict=True)),
+                num_trained=self._slot_experts.places.num_trained,
                 await_parameters=self._await_parameters,
                 await_gradients=gradient_sync.await_gradients,
             ),
@@ -126,7 +127,7 @@ class StrategyMoELayer(MoELayer):
     def _bind(self, slot_pass: SlotPass) -> None:
         iteration = self._session.runtime.clock.iteration
         if iteration is None or iteration != self._checked_in:
-            self._slot_experts.check_unchanged(self.experts)
+            self._slot_experts.places.check_unchanged(self.experts)
             self._dispatchers.check_unchanged()
             self._checked_in = iteration
         keeps_weights = slot_pass.is_shared and not slot_pass.plan.rematerialize

@@ -43,6 +43,7 @@ class LayerProfile:
         deduplicated: Whether prices count the deduplicated exchange, which needs ``choices``. Those that are
             fused count tokens in any case.
         exact_shares_s: Seconds in which the device computes exact shares of a micro-batch.
+        trained_share: Part of an expert's parameters that have gradients; less than 1 with adapters (LoRA).
     """
 
     non_moe_s: float
@@ -59,6 +60,7 @@ class LayerProfile:
     choices: TokenChoices | None = None
     deduplicated: bool = False
     exact_shares_s: float = EXACT_SHARES_S
+    trained_share: float = 1.0
 
     def __hash__(self) -> int:
         return self._hash

@@ -177,7 +177,10 @@ def layer_costs(
     """
     cluster, is_summed = profile.cluster, life in (ReplicaLife.ITERATION, ReplicaLife.RESIDENT)
     links = profile.links[:3]
-    sizes = (profile.expert_bytes, profile.reduced_bytes if is_summed else profile.expert_bytes)
+    one_pass_bytes = round(profile.expert_bytes * profile.trained_share)
+    sizes = (profile.expert_bytes, profile.reduced_bytes if is_summed else one_pass_bytes)
+    # Frozen weights need the gradients of their inputs only.
+    backward = BACKWARD_PER_FORWARD * (1 + profile.trained_share) / 2
     exchanges = (
         [
             (starts * link.alpha_s, units * unit_bytes * link.beta_s_per_byte)
@@ -200,7 +203,7 @@ def layer_costs(
         combine,
         np.array(moves),
         np.hstack(of_hops),
-        per_token_s=(1 + BACKWARD_PER_FORWARD) * profile.flops_per_token / cluster.expert_flops_per_s,
+        per_token_s=(1 + backward) * profile.flops_per_token / cluster.expert_flops_per_s,
         num_micro_batches=num_micro_batches,
         counts_s=counts_s,
         hidden_s=profile.non_moe_s + counts_s if hides else 0.0,

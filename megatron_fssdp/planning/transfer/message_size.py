@@ -106,4 +106,4 @@ def message_rule(*, on_cuda: bool) -> MessageRule:
 
 def num_batches(expert_bytes: int, message_bytes: int, num_hops: int) -> int:
     """Number of batches of messages that a rank posts, one after the other, for a path of ``num_hops``."""
-    return -(-expert_bytes // message_bytes) + num_hops - 1
+    return -(-expert_bytes // message_bytes) + num_hops - 1 if expert_bytes else 0

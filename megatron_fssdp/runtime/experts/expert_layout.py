@@ -14,7 +14,7 @@ ExpertParameters = Sequence[torch.nn.Parameter]
 """The Parameters of one expert: the weights of both matrices, and with ``--add-bias-linear`` their biases.
 
 They are ``[F, M]``, ``[M, F]``, ``[F]`` and ``[M]``. If gated, the first matrix and its bias have 2F rows,
-with the gate's half first.
+with the gate's half first. Those of adapters come before, if all others are frozen.
 """
 
 ParametersByExpert = Mapping[int, ExpertParameters]
@@ -23,21 +23,29 @@ ParametersByExpert = Mapping[int, ExpertParameters]
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Shapes, in the order of :data:`ExpertParameters`, and data type of each expert's tensors in a layer."""
+    """Shapes, in the order of :data:`ExpertParameters`, and data type of each expert's tensors in a layer.
+
+    The first ``num_trained`` tensors have gradients. The others are frozen in all experts of the layer.
+    """
 
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
+    num_trained: int
 
     @staticmethod
-    def of(tensors: Sequence[torch.Tensor]) -> "ExpertLayout":
-        """The layout of one expert's tensors, which must have one dtype to fit into one flat tensor."""
+    def of(tensors: Sequence[torch.Tensor], num_trained: int | None = None) -> "ExpertLayout":
+        """The layout of one expert's tensors, which must have one dtype to fit into one flat tensor.
+
+        By default, all tensors are trained.
+        """
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) != 1:
             raise ValueError(
                 f"expert tensors: got dtypes {sorted(map(str, dtypes))}, wanted one dtype for all tensors of "
                 "an expert"
             )
-        return ExpertLayout(tuple(tensor.shape for tensor in tensors), tensors[0].dtype)
+        shapes = tuple(tensor.shape for tensor in tensors)
+        return ExpertLayout(shapes, tensors[0].dtype, len(shapes) if num_trained is None else num_trained)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -49,15 +57,24 @@ class ExpertLayout:
         """Number of elements of one expert."""
         return sum(self.sizes)
 
+    @cached_property
+    def trained_numel(self) -> int:
+        """Number of elements of one expert that have gradients."""
+        return sum(self.sizes[: self.num_trained])
+
     @property
     def num_bytes(self) -> int:
         """Bytes of one expert's parameters."""
         return self.numel * self.dtype.itemsize
 
     def unpack(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of a flat tensor ``[numel]`` with the shapes of the expert's tensors."""
-        parts = torch.split(flat, self.sizes)
-        return tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
+        """Views of a flat tensor with the shapes of the expert's tensors, or of those that are trained.
+
+        It has ``numel`` or ``trained_numel`` elements.
+        """
+        number = len(self.sizes) if flat.numel() == self.numel else self.num_trained
+        parts = torch.split(flat, self.sizes[:number])
+        return tuple(part.view(shape) for part, shape in zip(parts, self.shapes[:number], strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +89,7 @@ class LocalExperts:
     parameters: ParametersByExpert  # of the experts that this rank owns, ascending
     residents: ParametersByExpert = field(default_factory=dict)  # of this rank's resident replicas
     told: tuple[ExpertLayout, torch.device] | None = None
+    num_trained: int | None = None  # of an expert's Parameters, the first ones; None if all are
     # Returns when the Parameters have the values of the last optimizer step. Whoever reads them in a forward
     # pass calls it first: Megatron's distributed optimizer may gather Parameters as late as there.
     await_parameters: Callable[[], object] = lambda: None
@@ -86,7 +104,7 @@ class LocalExperts:
             ValueError: The experts have several layouts, or there is no expert and none was told.
         """
         # The layout is not cached, because a model can be converted to another dtype after it is built.
-        layouts = {ExpertLayout.of(tensors) for tensors in self.parameters.values()}
+        layouts = {ExpertLayout.of(tensors, self.num_trained) for tensors in self.parameters.values()}
         if self.told is not None:
             layouts.add(self.told[0])
         if len(layouts) != 1:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
-from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ParametersByExpert
+from megatron_fssdp.runtime.experts.expert_layout import ParametersByExpert
 from megatron_fssdp.runtime.layers.home_gradients import HomeGradients
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
 from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
@@ -28,14 +28,14 @@ class LayerLifecycle:
         if self.is_counted:
             self.counts.open(self.passes.in_use, None)
 
-    def own(self, owner_E: np.ndarray, parameters: ParametersByExpert, layout: ExpertLayout) -> None:
+    def own(self, owner_E: np.ndarray, parameters: ParametersByExpert) -> None:
         """Set new owners, int64 ``[E]``, without resident replicas.
 
-        A rank that owns no expert, and thus has no ``parameters``, needs the layout.
+        A rank may own no expert, and have no ``parameters``.
         """
         self.drop_plan()
         experts = self.local.experts
-        told = layout, experts.device
+        told = experts.layout(), experts.device
         self.local.experts = replace(experts, parameters=parameters, residents={}, told=told)
         self.local.context = replace(self.local.context, owner_E=owner_E, resident=None)
 

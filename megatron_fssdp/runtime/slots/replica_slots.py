@@ -6,7 +6,7 @@ stay in autograd and in Megatron's DDP. Replica slots have Parameters of their o
     slot        0        1        2            3
                 owned    owned    replica 0    replica 1
     weights     Megatron's        [numel] each, in the experts' data type; memory while an expert is here
-    gradients   main_grad         [numel] each, sums in fp32, or in the    memory from a backward pass until
+    gradients   main_grad         [trained_numel] each, in fp32, or the    memory from a backward pass until
                                   experts' data type for a single pass     the sums have reached the owners
 
 The Parameters are made once, so the experts' module can be bound to them once. Only their storage is given
@@ -33,7 +33,7 @@ from megatron_fssdp.runtime.slots.node_slots import SlotRoom
 class ReplicaSlots:
     """Replica slots with the weights and the gradient sums of the experts that they hold.
 
-    Replicas always have gradients: only its owner knows whether an expert is frozen, and it then drops them.
+    If some of a layer's experts are frozen, only their owners know, and they drop the gradients of replicas.
     The weights can be in a ``room``, whose memory stays; their users take it.
     """
 
@@ -62,10 +62,10 @@ class ReplicaSlots:
                 self._slot_of[expert] = next(free, None) or self._new_slot()
             slot = self._slot_of[expert]
             slot.sums.flat, gradients = slot.gradients[dtype]
-            for parameter, gradient in zip(slot.parameters, gradients, strict=True):
+            for parameter, gradient in zip(slot.parameters, gradients, strict=False):
                 # The name under which Megatron's layers and Transformer Engine look for a gradient's place.
                 parameter.main_grad = gradient
-        self._made.num_wanted = len(wanted) * len(self.layout.shapes)
+        self._made.num_wanted = len(wanted) * self.layout.num_trained
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class ReplicaSlots:
         self._made.add()
 
     def sums(self) -> dict[int, torch.Tensor]:
-        """Flat gradient sums ``[numel]`` by expert; their memory must be open."""
+        """Flat gradient sums ``[trained_numel]`` by expert; their memory must be open."""
         self.add_gradients()
         return {expert: slot.sums.flat for expert, slot in self._slot_of.items()}
 
@@ -122,14 +122,15 @@ class ReplicaSlots:
         else:
             flat = room.slots[len(self._slots)]
         wide = accumulation_dtype(layout.dtype)
-        total = torch.empty(layout.numel, dtype=wide, device=self.device)
-        flats = {dtype: total.view(dtype)[: layout.numel] for dtype in (layout.dtype, wide)}
+        total = torch.empty(layout.trained_numel, dtype=wide, device=self.device)
+        flats = {dtype: total.view(dtype)[: layout.trained_numel] for dtype in (layout.dtype, wide)}
         gradients = {dtype: (sums, layout.unpack(sums)) for dtype, sums in flats.items()}
         made = []
-        for weight in layout.unpack(flat):
-            parameter: Any = torch.nn.Parameter(weight)
+        for number, weight in enumerate(layout.unpack(flat)):
+            parameter: Any = torch.nn.Parameter(weight, requires_grad=number < layout.num_trained)
             parameter.allreduce = parameter.grad_added_to_main_grad = False
-            parameter.register_post_accumulate_grad_hook(self._made.note)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._made.note)
             made.append(parameter)
         # .data has a version counter of its own, so autograd does not see a refilled weight as a change.
         weights = _Memory(flat.data, stays=room is not None)

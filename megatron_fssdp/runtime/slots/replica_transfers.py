@@ -199,11 +199,11 @@ class ReplicaTransfers:
         """Start SparseReduceScatter of the present sums; they travel in ``dtype``, equal on all ranks."""
         self.open_sums()  # A replica may have had no rows.
         self._experts.await_gradients()
-        numel, owned, sums = self.slots.layout.numel, self._experts.parameters, self.slots.sums()
-        transfer = self._transfer([numel], range(numel))
+        layout, owned, sums = self.slots.layout, self._experts.parameters, self.slots.sums()
+        transfer = self._transfer([layout.trained_numel], range(layout.trained_numel))
         # Nothing else is added to the owner's gradient before settle(), so the lane adds the sums to it,
         # beside the backward pass.
-        totals = {expert: GradientTotals(owned[expert]) for expert in transfer.shared_experts}
+        totals = {e: GradientTotals(owned[e][: layout.num_trained]) for e in transfer.shared_experts}
         self._totals = [*totals.values()]
         self._reducing = transfer.start_reduce_scatter(
             {expert: [total] for expert, total in sums.items()},

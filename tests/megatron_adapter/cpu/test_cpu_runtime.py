@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop, all_to_all_at_once
-from megatron_fssdp.megatron_adapter.experts.slot_experts import expert_parameters
+from megatron_fssdp.megatron_adapter.experts.expert_places import expert_parameters
 from tests.support.training_preload import on_plain_ranks, run_megatron_ranks
 
 from ..layer.small_config import build_layer, moe_config

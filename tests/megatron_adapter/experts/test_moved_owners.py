@@ -37,6 +37,7 @@ ROWS = rows(
     bf16, distributed in parts, overlaps | 4 | {EP2} --bf16 {OVERLAPS} | {OWNERS} | anywhere
     layers on one device, replicas | 2 | {EP2} {NO_BIAS} --lr 5e-3 | {REPLICAS} | halves
     some experts frozen | 2 | {EP2} | {REPLICAS} reshard_interval=0 | freeze_some
+    adapters on frozen experts | 2 | {EP2} --lr 5e-3 | {REPLICAS} | halves freeze_under_adapters
     fp32 | 2 | {EP2} | {OWNERS} | anywhere
     fp32, distributed, interleaved pipeline, overlaps | 4 | {EP2} {INTERLEAVED} {OVERLAPS} | {OWNERS}
         | anywhere
@@ -51,6 +52,7 @@ ROWS = rows(
     layer-wise muon | 4 | {EP2} --bf16 --optimizer muon --muon-momentum 0.9 {NO_BIAS} {DISTRIBUTED} | {OWNERS}
         | anywhere
     all experts frozen | 2 | {EP2} | {OWNERS} | anywhere freeze_all
+    all experts frozen, replicas | 2 | {EP2} | {REPLICAS} | halves freeze_all
     some experts frozen, prophet | 2 | {EP2} | prophet | freeze_some
     buckets of layers, replicas | 4 | {EP2} {NO_BIAS} --lr 5e-3 {BY_LAYER} | {REPLICAS} | halves
     buckets of layers, long-lived replicas | 4 | {EP2} {BY_LAYER} --num-layers 3 --lr 1e-2 --min-lr 1e-3
@@ -66,7 +68,7 @@ ROWS = rows(
     # Parameters are gathered by bucket, and every layer's experts have their own bucket.
     BY_LAYER="{OVERLAPS} --ddp-bucket-size 8000",
 )
-DEFAULT = list(ROWS)[:3]
+DEFAULT = list(ROWS)[:4]
 NEVER_MOVE = ("", "freeze_some", "split_transfers")  # hooks without a map of owners
 PACKAGES = {"several": "einops", **dict.fromkeys(("lion", "muon", "layer-wise"), "emerging_optimizers")}
 
@@ -82,7 +84,7 @@ def run(name, data, *, stock=False):
     return train(int(num_ranks), arguments, data, strategy=strategy, before=partial(call, chosen))
 
 
-@pytest.mark.parametrize("name", [*DEFAULT, *slow(list(ROWS)[3:])])
+@pytest.mark.parametrize("name", [*DEFAULT, *slow(list(ROWS)[len(DEFAULT) :])])
 def test_losses_equal_stock_megatron(name, text_data):
     package = PACKAGES.get(name.split()[0])
     if package is not None and find_spec(package) is None:
@@ -155,25 +157,30 @@ def halves():
 
 
 def freeze_all():
-    freeze(slice(None))
+    before_ddp(lambda experts: experts.requires_grad_(False))
 
 
 def freeze_some():
     """Freeze the first expert of every rank. A device can then have replicas of trained experts only."""
-    freeze(slice(1))
+    before_ddp(lambda experts: experts.local_experts[0].requires_grad_(False))
 
 
-def freeze(experts):
-    """Freeze experts as a user does between building and wrapping a model."""
-    from megatron.core.distributed import DistributedDataParallel
+def freeze_under_adapters():
+    from ..adapters import adapt
 
-    def wrapped(init, self, config, ddp_config, module, *more, **kw):
-        for submodule in module.modules():
-            for expert in getattr(submodule, "local_experts", [])[experts]:
-                expert.requires_grad_(False)
-        init(self, config, ddp_config, module, *more, **kw)
+    before_ddp(partial(adapt, host="mcore_bridge"))
 
-    wrap(DistributedDataParallel, "__init__", wrapped)
+
+def before_ddp(change):
+    """Change experts as a user does between building and wrapping a model."""
+    from megatron.core.models.gpt import GPTModel
+
+    def built(init, self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        for experts in [part for part in self.modules() if hasattr(part, "local_experts")]:
+            change(experts)
+
+    wrap(GPTModel, "__init__", built)
 
 
 def keep_row_means():

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.slots.gradient_totals import gradient_of
 
+from ..adapters import make_shared_equal
 from .small_config import build_layer, moe_config
 
 TOKENS, HIDDEN, EXPERTS, SEED = 32, 16, 8, 5
@@ -31,6 +32,7 @@ class Row:
     settings: dict[str, Any] = field(default_factory=lambda: REPLICAS)
     later: dict[str, Any] = field(default_factory=dict)  # of the config; a CPU lacks something for them
     fuses: bool = False  # whether the experts themselves add gradients to main_grad
+    adapters: str = ""  # the host that has put them into the experts, which are frozen
     split: bool = True  # whether tensor-parallel ranks have different tokens
     replicates: bool = True
     nodes: tuple[int, ...] = ()  # of the expert-parallel ranks; detected if empty
@@ -139,15 +141,18 @@ def _layer(row, is_split, *, is_stock=False):
     for name, value in row.later.items():
         setattr(config, name, value)
     torch.manual_seed(SEED)
-    layer = build_layer(config, row.strategy, row.settings, fuses=row.fuses, stock=is_stock)
+    layer = build_layer(
+        config, row.strategy, row.settings, fuses=row.fuses, stock=is_stock, adapters=row.adapters
+    )
     # Megatron starts with biases of zero, which would hide mistakes.
     torch.manual_seed(100 * ps.get_expert_model_parallel_rank() + ps.get_expert_tensor_parallel_rank())
     for parameter in layer.experts.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-        if row.fuses:
+        if row.fuses and parameter.requires_grad:
             parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
             parameter.accumulation = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             parameter.accumulation.register_hook(lambda *_, weight=parameter: _add_to_main_grad(weight))
+    make_shared_equal(layer.experts)
     return layer
 
 

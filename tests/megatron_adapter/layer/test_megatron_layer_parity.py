@@ -66,6 +66,14 @@ EXPERT_MODULES = {
     "grouped, gelu": Row(GROUPED, "ep", {}, replicates=False),
     "grouped, swiglu, biases, activations recomputed": Row({**SWIGLU, **BIASES, **GROUPED, **RECOMPUTED}),
     "grouped, fused gradients, biases": Row({**BIASES, **GROUPED}, fuses=True),
+    "adapters of Megatron-Bridge": Row(SWIGLU, adapters="bridge"),
+    "adapters of mcore-bridge, biases, re-materialized": Row(
+        BIASES, settings={"slots": 4, "rematerialize": True}, adapters="mcore_bridge"
+    ),
+    "grouped, one adapter of Megatron-Bridge": Row({**SWIGLU, **GROUPED}, adapters="bridge"),
+    "grouped, adapters of mcore-bridge, fused gradients": Row(
+        {**SWIGLU, **GROUPED}, adapters="mcore_bridge", fuses=True
+    ),
     "grouped, re-materialized, fused gradients": Row(
         GROUPED, settings={"slots": 4, "rematerialize": True}, fuses=True
     ),
@@ -113,6 +121,8 @@ EXCHANGES = {
     "groups of 1, padded to the capacity": in_steps(1, **PADDED, more=NOT_REPLICATED),
     "groups of 2, segments, top-4": in_steps(2, **TOP4, more=SEGMENTS),
     "groups of 2, bf16": in_steps(2, **BF16),
+    "groups of 2, one adapter of Megatron-Bridge": in_steps(2, **GROUPED, more={"adapters": "bridge"}),
+    "once, one adapter of Megatron-Bridge": once(0, 0, 1, 1, **GROUPED, more={"adapters": "bridge"}),
 }
 
 

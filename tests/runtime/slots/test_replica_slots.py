@@ -13,7 +13,7 @@ SHAPES = (torch.Size((3, 2)), torch.Size((2, 3)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_to_the_sums(dtype):
     """Also those that a fused kernel has added itself, which sets the mark."""
-    slots = ReplicaSlots(ExpertLayout(SHAPES, dtype), torch.device("cpu"))
+    slots = ReplicaSlots(ExpertLayout(SHAPES, dtype, len(SHAPES)), torch.device("cpu"))
     slots.hold((4, 7))
     slots.open_weights()
     for flat in slots.weights().values():
@@ -42,7 +42,7 @@ def test_autograd_adds_gradients_where_the_forward_pass_ran():
     Those of replicas are made by a forward pass and end with its graph, so they have the stream of the
     experts, and not that on which the slots were made: sums are complete where the experts' backward pass is.
     """
-    slots = ReplicaSlots(ExpertLayout(SHAPES, torch.float32), torch.device("cpu"))
+    slots = ReplicaSlots(ExpertLayout(SHAPES, torch.float32, len(SHAPES)), torch.device("cpu"))
     slots.hold((4,))
     slots.open_weights()
     slots.open_sums()
@@ -61,7 +61,7 @@ def test_autograd_adds_gradients_where_the_forward_pass_ran():
 
 def test_a_cast_of_torch_autocast_is_that_of_the_expert_in_the_slot():
     """One context around several micro-batches has the weights of each of them."""
-    slots = ReplicaSlots(ExpertLayout(SHAPES, torch.float32), torch.device("cpu"))
+    slots = ReplicaSlots(ExpertLayout(SHAPES, torch.float32, len(SHAPES)), torch.device("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for expert in (4, 7):
             slots.hold((expert,))

@@ -18,7 +18,7 @@ def test_gradients_of_a_pass_whose_sums_are_on_their_way_are_refused():
     started = Started()
     plan = SimpleNamespace(rematerialize=True, transfer=None)
     nothing = dict.fromkeys(("open_sums", "close_sums", "add_gradients"), lambda: None)
-    layout = SimpleNamespace(numel=2, dtype=torch.float32)
+    layout = SimpleNamespace(numel=2, trained_numel=2, num_trained=1, dtype=torch.float32)
     slots = SimpleNamespace(room=None, layout=layout, sums=dict, **nothing)
     experts = SimpleNamespace(name="layer 3", await_gradients=lambda: None, parameters={})
     transfers = ReplicaTransfers(plan, slots, experts, lambda *_: started)

@@ -1,0 +1,192 @@
+"""Where the Parameters of each expert are in Megatron's expert module, and what else is in it.
+
+An expert's Parameters are those of its two linear layers. Hosts put adapters beside them (LoRA)::
+
+    linear_fc1                          as Megatron builds it
+    linear_fc1.to_wrap, .adapter        with an adapter of Megatron-Bridge
+    linear_fc1.base_layer, .lora_A, …   with one of mcore-bridge
+
+Adapters of an expert travel with it. One that a layer's experts share stays on each rank. What else somebody
+has put into experts is refused, because the experts that come to slots lack it.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, count, repeat
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.runtime.experts.expert_layout import ExpertParameters
+
+LINEARS = ("linear_fc1", "linear_fc2")
+# Linear layers with adapters, and where they have the one of Megatron; and an adapter beside it that may be
+# one for all experts. Of other classes, nobody knows here what they do.
+_ADAPTED = {
+    "megatron.bridge.peft.lora_layers.LoRALinear": "to_wrap",
+    "mcore_bridge.tuners.lora.LoraParallelLinear": "base_layer",
+}
+_SHARED = "megatron.bridge.peft.utils.ParallelLinearAdapter"
+_LEAVE_OUT = "leave experts out of the target modules of LoRA adapters, or use --moe-strategy none"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Place(NamedTuple):
+    """Where one Parameter of each expert is: in a layer inside of the expert, or of grouped experts."""
+
+    layer: str
+    name: str  # Grouped layers add the number of the expert.
+
+
+class ExpertPlaces:
+    """The Parameters of the experts in Megatron's module, and the places at which they are in each expert.
+
+    A place that is frozen in all experts of the ``group``'s ranks comes after the others. The module is
+    ``SequentialMLP``, or ``TEGroupedMLP`` with one weight tensor for each expert. Another one, and what this
+    class does not know inside of it, are a ConfigurationError.
+    """
+
+    def __init__(self, module: Any, num_experts: int, group: dist.ProcessGroup | None = None) -> None:
+        self.module = module  # It stays as it is.
+        places = _places(module, num_experts)
+        tensors_of_place = zip(*_parameters_at(places, module, num_experts), strict=True)
+        own = [any(tensor.requires_grad for tensor in tensors) for tensors in tensors_of_place]
+        trained = [any(flags) for flags in zip(*(of_all_ranks(own, group) if group else [own]), strict=True)]
+        order = sorted(range(len(places)), key=lambda number: not trained[number])
+        self.places, self.num_trained = [places[number] for number in order], sum(trained)
+        self.parameters = _parameters_at(self.places, module, num_experts)  # as Megatron registered them
+        shared = (part.parameters() for part in module.modules() if is_shared(part))
+        known = {id(tensor) for tensor in chain(*self.parameters, *shared)}
+        others = [name for name, p in module.named_parameters() if id(p) not in known and p.numel()]
+        if others:
+            raise ConfigurationError(
+                f"experts: got {others[0]} beside the weights and biases of linear_fc1 and linear_fc2, "
+                "wanted no other Parameters but those of LoRA adapters for each expert, or of one for all, "
+                f"because only these travel to slots; {_LEAVE_OUT}"
+            )
+        _refuse(_method_of(module) or next(self._foreign_parts(), None))
+        self._structure = _structure_of(module)
+
+    def layers(self, expert: Any) -> list[Any]:
+        """The layers of an expert, or of grouped experts, that have the Parameters of the places."""
+        return [expert.get_submodule(place.layer) for place in self.places]
+
+    def bind(self, layers: Sequence[Any], parameters: Sequence[Tensor], index: str) -> None:
+        """Give layers the Parameters of an expert; grouped ones have the slot's number in their names."""
+        for layer, place, parameter in zip(layers, self.places, parameters, strict=True):
+            layer._parameters[f"{place.name}{index}"] = parameter
+
+    def check_unchanged(self, module: Any) -> None:
+        """Refuse, by a ConfigurationError, a layer's module that was changed or replaced since then."""
+        change, tensors = None, [*chain(*self.parameters)]
+        if module is not self.module:
+            change = f"a {type(module).__name__} in the place of the expert module"
+        elif hasattr(tensors[0], "__fsdp_param__"):
+            change = "Megatron-FSDP in the place of Megatron's DDP"
+        elif _structure_of(module) != self._structure:
+            change = "linear layers that were wrapped or replaced (LoRA adapters, quantizers)"
+        else:
+            now = chain(*_parameters_at(self.places, module, len(self.parameters)))
+            if any(tensor is not known for tensor, known in zip(now, tensors, strict=True)):
+                change = "Parameters that were replaced (meta device, new weights)"
+            elif any(tensor.requires_grad for of in self.parameters for tensor in of[self.num_trained :]):
+                change = "Parameters that are trained, and were frozen when DDP wrapped the model"
+        _refuse(change or next(self._foreign_parts(), None))
+
+    def _foreign_parts(self) -> Iterator[str]:
+        """What others than Megatron have put on experts: those that come to their slots lack it."""
+        for module in self.module.modules():
+            if module is self.module:  # Its hooks see the rows of all of its experts.
+                continue
+            if (method := _method_of(module)) is not None:
+                yield method
+            for hook in chain.from_iterable(getattr(module, table).values() for table in _HOOKS):
+                # Megatron's DDP has hooks on all modules. Those of megatron.training and of hosts save rows.
+                origin = f"{getattr(hook, '__module__', None)}."
+                if not origin.startswith(("megatron.core.", "transformer_engine.")):
+                    name = getattr(hook, "__qualname__", None) or type(hook).__name__
+                    yield f"the hook {name!r} inside of them"
+        experts = getattr(self.module, "local_experts", [self.module])
+        for layer in chain.from_iterable(map(self.layers, experts)):
+            if next(layer.children(), None) is not None:
+                yield f"modules inside of {type(layer).__name__} (quantizers)"
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in chain(*self.parameters)):
+            yield "hooks on their Parameters, which gradients of replicas do not pass"
+
+
+def expert_parameters(experts: Any, num_experts: int) -> list[ExpertParameters]:
+    """Return the Parameters of each local expert of a module, in the order of ``ExpertParameters``."""
+    return _parameters_at(_places(experts, num_experts), experts, num_experts)
+
+
+def is_adapted(layer: Any) -> bool:
+    """Whether this is a linear layer with an adapter."""
+    return _class_of(layer) in _ADAPTED
+
+
+def is_shared(module: Any) -> bool:
+    """Whether this is an adapter for all experts of a layer, whose gradients the host sums over ranks."""
+    return _class_of(module) == _SHARED and module._uses_grouped_expert_sharding()
+
+
+def _places(experts: Any, num_experts: int) -> list[Place]:
+    """The places of an expert's Parameters: weights before biases, those of both base layers first."""
+    is_grouped = not hasattr(experts, "local_experts")
+    first, places, whole = experts if is_grouped else experts.local_experts[0], list[Place](), set[str]()
+    for path, layer in first.named_modules():
+        if is_grouped and getattr(layer, "num_gemms", None) != num_experts:
+            continue
+        # Transformer Engine stores an empty tensor instead of a missing bias.
+        names = [name for name, tensor in layer.named_parameters(recurse=False) if tensor.numel()]
+        if is_grouped:
+            names = [name[:-1] for name in names if name in ("weight0", "bias0")]
+        places += [Place(path, name) for name in names]
+    for linear in LINEARS:
+        base = f"{linear}.{_ADAPTED.get(_class_of(getattr(first, linear, None)), '')}".rstrip(".")
+        if Place(base, "weight") not in places:
+            raise ConfigurationError(
+                f"expert module: got {type(experts).__name__} without {linear}.weight{'0' * is_grouped}, "
+                "wanted SequentialMLP or TEGroupedMLP as Megatron's MoE specs build them, perhaps with LoRA "
+                f"adapters of Megatron-Bridge or mcore-bridge; {_LEAVE_OUT}"
+            )
+        whole.add(base)
+    return sorted(places, key=lambda place: (place.name == "bias", place.layer not in whole))
+
+
+def _parameters_at(places: Sequence[Place], experts: Any, num_experts: int) -> list[ExpertParameters]:
+    mlps = getattr(experts, "local_experts", repeat(experts, num_experts))
+    indices = repeat("") if hasattr(experts, "local_experts") else map(str, count())
+    try:
+        return [
+            tuple(mlp.get_parameter(f"{layer}.{name}{index}") for layer, name in places)
+            for mlp, index in zip(mlps, indices, strict=False)
+        ]
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"experts: got {error} in one of them, wanted the same layers in all; {_LEAVE_OUT}"
+        ) from None
+
+
+def _refuse(change: str | None) -> None:
+    if change is not None:
+        raise ConfigurationError(
+            f"experts: got {change}, wanted those that Megatron builds, because slots hold other experts "
+            "and copies of experts; put hooks, which see rows by slot, on the whole expert module, copy "
+            "values into Parameters, or use --moe-strategy none"
+        )
+
+
+def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
+    """What adapters and quantizers would change in a module: classes, names of Parameters and submodules."""
+    return [(type(module), tuple(module._parameters), tuple(module._modules)) for module in experts.modules()]
+
+
+def _method_of(module: Any) -> str | None:
+    """What replaces the forward pass of one module alone, if anything does."""
+    return f"a {type(module).__name__} with another forward pass" if "forward" in vars(module) else None
+
+
+def _class_of(module: Any) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
