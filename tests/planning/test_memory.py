@@ -52,6 +52,8 @@ SEVERAL, PASS, MICRO, STAYS = (
     [
         # More passes may follow, so one layer's gradients are in fp32. They are rounded to travel.
         ({}, (3 * 4 * 200, 4 * 400, 0, 3 * 6 * 200 + 6 * 400 + 4 * 200)),
+        # Of adapters alone, gradients are computed and travel.
+        ({"held": replace(held(), trained_share=0.1)}, (2400, 4 * 40, 0, 3 * 6 * 20 + 6 * 40 + 4 * 20)),
         # Sums of all layers travel in fp32.
         (SEVERAL, (2400, 3 * 4 * 400, 0, 3 * 6 * 400)),
         (PASS, (4 * 200, 4 * 200, 0, 3 * 6 * 200 + 6 * 400)),

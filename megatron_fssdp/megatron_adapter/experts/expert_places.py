@@ -28,6 +28,8 @@ _ADAPTED = {
     "megatron.bridge.peft.lora_layers.LoRALinear": "to_wrap",
     "mcore_bridge.tuners.lora.LoraParallelLinear": "base_layer",
 }
+# ms-swift lets adapters move their input to the device of their weights, where it already is.
+_KNOWN_METHODS = ("swift.tuners.peft.keep_device_forward",)
 _SHARED = "megatron.bridge.peft.utils.ParallelLinearAdapter"
 _LEAVE_OUT = "leave experts out of the target modules of LoRA adapters, or use --moe-strategy none"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -185,7 +187,10 @@ def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
 
 def _method_of(module: Any) -> str | None:
     """What replaces the forward pass of one module alone, if anything does."""
-    return f"a {type(module).__name__} with another forward pass" if "forward" in vars(module) else None
+    method = vars(module).get("forward")
+    if method is None or f"{method.__module__}.{method.__qualname__}" in _KNOWN_METHODS:
+        return None
+    return f"a {type(module).__name__} with another forward pass"
 
 
 def _class_of(module: Any) -> str:

@@ -102,6 +102,29 @@ def test_an_expert_of_another_layer_computes_with_the_activation_of_this_one():
     assert not torch.allclose(layers[0](*given)[0], wanted)
 
 
+@on_ranks(1)
+def test_adapters_that_a_host_switches_off_are_off_in_all_slots():
+    """As in the passes of a reference, with an expert in a copy of the module, and back again."""
+    for grouped, host in product((False, True), ("bridge", "mcore_bridge")):
+        config = moe_config(1, HIDDEN, 2, moe_grouped_gemm=grouped)
+        module = build_layer(config, "ep", {}, stock=True, adapters=host).experts
+        experts, outputs = SlotExperts(module, 2), []
+        held = [torch.nn.Parameter(tensor.clone()) for tensor in experts.parameters[1]]
+        experts.bind([experts.parameters[0], held], for_iteration=True)
+        given = torch.randn(4, HIDDEN), torch.tensor([2, 2]), torch.ones(4)
+        for is_off in (False, True, False):
+            for layer in module.modules():
+                if hasattr(layer, "is_off"):
+                    layer.is_off = is_off
+            outputs.append(module(*given)[0])
+            torch.testing.assert_close(experts.compute(*given)[0], outputs[-1])
+        assert not torch.allclose(outputs[0], outputs[1])
+        experts.places.check_unchanged(module)
+        experts.parameters[0][-1].requires_grad_(True)
+        with pytest.raises(ConfigurationError, match="were frozen when DDP"):
+            experts.places.check_unchanged(module)
+
+
 def draw():
     generator = torch.Generator().manual_seed(dist.get_rank())
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=generator)

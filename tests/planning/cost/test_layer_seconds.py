@@ -63,5 +63,7 @@ def test_what_is_waited_for_by_life(ways, gather_s, reduce_s):
     assert float(price.gather_s) == pytest.approx(gather_s)
     assert float(price.reduce_s) == pytest.approx(reduce_s)
     assert price.before_s == 2 * 3 * 3.0
+    frozen = replace(layer[1], profile=replace(profile, gradient_bytes=0, trained_share=0.0))
+    assert plan_price(plan, layer[0], frozen).reduce_s == 0
     in_turn = plan_price(replace(plan, gather_ahead=False), *layer)
     assert in_turn.gather_s + in_turn.reduce_s > gather_s + reduce_s
