@@ -102,11 +102,9 @@ class SlotExperts:
         ``probs`` also if all slots are empty, so that the graphs of all ranks have the same collectives.
         """
         body = self._body
-        for (
-            copy,
-            adapted,
-        ) in self._adapted:  # Adapters can be off for some passes, as in those of a reference.
-            vars(copy).update({name: x for name, x in vars(adapted).items() if name != "_modules"})
+        # Hosts switch adapters off for some passes, as in those of a reference.
+        for copy, adapted in self._adapted:
+            vars(copy).update({name: value for name, value in vars(adapted).items() if name != "_modules"})
         if body.training != self.module.training:
             body.train(self.module.training)
         if self._used is not None:
