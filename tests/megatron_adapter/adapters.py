@@ -15,7 +15,8 @@ class LoraParallelLinear(torch.nn.Module):
     def __init__(self, base, down, up):
         super().__init__()
         self.base_layer, self.is_off = base, False
-        self.lora_A, self.lora_B = torch.nn.ModuleDict({"default": down}), torch.nn.ModuleDict({"default": up})
+        self.lora_A = torch.nn.ModuleDict({"default": down})
+        self.lora_B = torch.nn.ModuleDict({"default": up})
 
     def forward(self, x, *splits):
         output, bias = self.base_layer(x, *splits)
