@@ -90,14 +90,17 @@ def test_adapters_of_experts_are_those_of_stock(host, base, options, plugin, ran
     assert_balanced(run)
 
 
-def test_a_training_and_adapters_on_attention_resume(host, base, tmp_path):
-    saved = tmp_path / "saved"
+def test_a_stock_checkpoint_loads(host, base):
     resumed = host.run(f"{FSSDP} --load {base} --steps 12")
     assert resumed.values("loss") == pytest.approx(host.stock("--steps 12").values("loss")[8:], rel=1e-6)
-    options = f"--lora attention --pretrained {base}"
+
+
+@pytest.mark.parametrize("adapters", ["attention", "each-expert --grouped"])
+def test_adapters_resume(host, base, tmp_path, adapters):
+    options = f"--lora {adapters} --pretrained {base}"
     straight = host.stock(f"{options} --steps 12").values("loss")
-    run = host.run(f"{options} {MOVING} --save {saved} --save-every 8")
-    resumed = host.run(f"{options} {MOVING} --load {saved} --steps 12")
+    run = host.run(f"{options} {MOVING} --save {tmp_path} --save-every 8")
+    resumed = host.run(f"{options} {MOVING} --load {tmp_path} --steps 12")
     assert run.values("moved") == [True]
     assert run.values("loss") + resumed.values("loss") == pytest.approx(straight, rel=1e-6)
 
