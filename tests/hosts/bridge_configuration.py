@@ -14,7 +14,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from tests.hosts.tiny_qwen import EXPERTS, HEADS, HIDDEN, TOP
 
 LENGTH, VOCABULARY, MICRO_BATCH = 32, 128, 2
-LORA_TARGETS = {"attention": ["linear_qkv", "linear_proj"], "experts": ["linear_fc1", "linear_fc2"]}
+ADAPTERS = {  # What Megatron-Bridge's LoRA is told. By default, attention and experts have adapters.
+    "attention": {"target_modules": ["linear_qkv", "linear_proj"]},
+    "experts": {},  # Grouped experts of a layer share one, sequential ones have one each.
+    "each-expert": {"share_expert_adapters": False},
+    "shared-outer": {"experts_shared_outer_loras": True},
+}
 
 _LAYERS = {"activation_func": torch.nn.functional.silu} | yaml.safe_load(f"""
     {{hidden_size: {HIDDEN}, num_attention_heads: {HEADS}, ffn_hidden_size: 64, num_moe_experts: {EXPERTS},
@@ -107,7 +112,7 @@ def configuration_of(options):
     batch = MICRO_BATCH * options.micro_batches * num_replicas
     return config.ConfigContainer(
         model=model_of(options),
-        peft=LoRA(target_modules=LORA_TARGETS[options.lora], dim=4, alpha=8) if options.lora else None,
+        peft=LoRA(dim=4, alpha=8, **ADAPTERS[options.lora]) if options.lora else None,
         train=config.TrainingConfig(
             train_iters=options.steps, global_batch_size=batch, micro_batch_size=MICRO_BATCH
         ),

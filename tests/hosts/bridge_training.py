@@ -41,7 +41,7 @@ def parsed_options():
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default: {default})")
     parser.add_argument("--evaluate-every", type=int, metavar="STEPS")
-    parser.add_argument("--lora", choices=("attention", "experts"), help="needs --pretrained")
+    parser.add_argument("--lora", metavar="ADAPTERS", help="needs --pretrained")
     for name, meaning in FILES.items():
         parser.add_argument(f"--{name}", metavar="PATH", help=meaning)
     for name, meaning in FLAGS.items():

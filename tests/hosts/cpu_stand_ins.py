@@ -33,6 +33,7 @@ def install():
         is_class = name.startswith("TE") or name == "SplitAlongDim"
         if is_class and (value is None or isinstance(value, MagicMock)):
             setattr(extension, name, _empty_class(name, extension.__name__))
+    _add_grouped_linears(extension)
     engine = "transformer_engine"
     attention = _add_module(f"{engine}.pytorch.attention", apply_rotary_pos_emb=None, _SplitAlongDim=None)
     sequential = types.SimpleNamespace(Sequential=_empty_class("Sequential", engine))
@@ -45,15 +46,12 @@ def install():
 
 def use_grouped_experts():
     """Let local layer specifications have grouped experts, whose linear layers are stand-ins of the tests."""
+    from megatron.core.extensions import transformer_engine as extension
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 
-    from tests.megatron_adapter.grouped_linear import GroupedLinear
-
-    # Megatron-Bridge's export finds out by these names of classes how weights are split.
-    column, row = (type(f"TE{way}ParallelGroupedLinear", (GroupedLinear,), {}) for way in ("Column", "Row"))
     linears = GroupedMLPSubmodules(
-        linear_fc1=functools.partial(column, shard_axis=0), linear_fc2=functools.partial(row, shard_axis=1)
+        linear_fc1=extension.TEColumnParallelGroupedLinear, linear_fc2=extension.TERowParallelGroupedLinear
     )
     grouped = functools.partial(TEGroupedMLP, submodules=linears)
     of_local_experts = LocalSpecProvider.grouped_mlp_modules
@@ -152,6 +150,17 @@ def say(rank=None, **facts):
 def norms_of_experts(weights):
     """Norms of the experts' matrices by name, as in ``model.layers.0.mlp.experts.3.up_proj.weight``."""
     return {name: weight.double().norm().item() for name, weight in sorted(weights.items())}
+
+
+def _add_grouped_linears(extension):
+    """Add stand-ins of the tests, whose classes tell hosts how weights are split and where adapters go."""
+    from tests.megatron_adapter.grouped_linear import GroupedLinear
+
+    grouped = extension.TEGroupedLinear = type("TEGroupedLinear", (GroupedLinear,), {})
+    for axis, way in enumerate(("Column", "Row")):
+        begin = functools.partialmethod(GroupedLinear.__init__, shard_axis=axis)
+        name = f"TE{way}ParallelGroupedLinear"
+        setattr(extension, name, type(name, (grouped,), {"__init__": begin}))
 
 
 def _empty_class(name, module):

@@ -1,13 +1,17 @@
-"""Fine-tunes a tiny MoE model by ms-swift's own ``megatron sft`` on CPU ranks; prints lines of JSON.
+"""Trains a tiny MoE model by ms-swift's own ``megatron sft`` or ``rlhf`` on CPU ranks; prints lines of JSON.
 
 ``torchrun --nproc-per-node 2 tests/hosts/swift_training.py --folder FOLDER``, with or without
-``-m megatron_fssdp`` before the script. Arguments that are unknown here go to ms-swift. The last rank prints
-a line for each step, with loss and gradient norm. Rank 0 prints the norms of the exported experts last.
+``-m megatron_fssdp`` before the script. Arguments that are unknown here go to ms-swift; ``--rlhf_type`` among
+them makes it ``rlhf``. The last rank prints a line for each step, with loss and gradient norm. Rank 0 prints
+the norms of the exported experts last, and of their adapters.
 """
 
 import argparse
+import dataclasses
 import os
+import shutil
 import sys
+import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -71,14 +75,20 @@ def main():
     model, data = tiny_qwen.model_and_data(options.folder)
 
     import mcore_bridge.model.register
-    from swift.megatron import megatron_sft_main
+
+    # ms-swift's trainers of preferences import this of a package that ms-swift does not require.
+    sys.modules.setdefault("msgspec", types.SimpleNamespace(field=dataclasses.field))
+    from swift.megatron import megatron_rlhf_main, megatron_sft_main
 
     cpu_stand_ins.use_local_layers(mcore_bridge.model.register)
     report_lines()
     output = options.folder / "output"
+    if os.environ["RANK"] == "0":  # Other ranks write after they have met this one.
+        shutil.rmtree(output, ignore_errors=True)
     places = ["--model", str(model), "--dataset", str(data), "--output_dir", str(output)]
     sizes = ["--expert_model_parallel_size", options.ep, "--train_iters", options.steps]
-    megatron_sft_main([*places, *sizes, *FLAGS.split(), *of_swift])
+    train = megatron_rlhf_main if "--rlhf_type" in of_swift else megatron_sft_main
+    train([*places, *sizes, *FLAGS.split(), *of_swift])
     if os.environ["RANK"] == "0":
         from safetensors.torch import load_file
 

@@ -21,6 +21,12 @@ EQUAL = [  # options of both runs, those of the plugin, number of ranks
     ("--pp 2", FSSDP, 4),
     ("--pp 2", MOVING, 4),
 ]
+ADAPTERS = [  # The same, for adapters of each expert, those that all experts of a layer share, and both.
+    ("--lora experts", "--attach fastermoe", 2),
+    ("--lora each-expert --grouped", FSSDP, 4),
+    ("--lora experts --grouped", FSSDP, 2),
+    ("--lora shared-outer --grouped", "--attach quota", 2),
+]
 
 
 @pytest.mark.parametrize(("options", "plugin", "ranks"), EQUAL)
@@ -69,18 +75,34 @@ def test_checkpoints_and_exports_have_moved_experts(host, tmp_path, options):
         assert resumed.values("loss") == pytest.approx(losses[8:], rel=1e-6)
 
 
-def test_adapters_on_attention_resume_and_those_on_experts_are_refused(host, tmp_path):
-    base, saved = tmp_path / "base", tmp_path / "saved"
-    host.run(f"--save {base}")
+@pytest.fixture(scope="module")
+def base(host, tmp_path_factory):
+    """The checkpoint of a model that gets adapters."""
+    host.run(f"--save {(folder := tmp_path_factory.mktemp('base'))}")
+    return folder
+
+
+@pytest.mark.parametrize(("options", "plugin", "ranks"), ADAPTERS)
+def test_adapters_of_experts_are_those_of_stock(host, base, options, plugin, ranks):
+    options = f"{options} --pretrained {base}"
+    run = host.run(f"{options} {plugin}", ranks=ranks)
+    assert_equal(run, host.stock(options, ranks))
+    assert_balanced(run)
+
+
+def test_a_stock_checkpoint_loads(host, base):
     resumed = host.run(f"{FSSDP} --load {base} --steps 12")
     assert resumed.values("loss") == pytest.approx(host.stock("--steps 12").values("loss")[8:], rel=1e-6)
-    options = f"--lora attention --pretrained {base}"
+
+
+@pytest.mark.parametrize("adapters", ["attention", "each-expert --grouped"])
+def test_adapters_resume(host, base, tmp_path, adapters):
+    options = f"--lora {adapters} --pretrained {base}"
     straight = host.stock(f"{options} --steps 12").values("loss")
-    run = host.run(f"{options} {MOVING} --save {saved} --save-every 8")
-    resumed = host.run(f"{options} {MOVING} --load {saved} --steps 12")
+    run = host.run(f"{options} {MOVING} --save {tmp_path} --save-every 8")
+    resumed = host.run(f"{options} {MOVING} --load {tmp_path} --steps 12")
     assert run.values("moved") == [True]
     assert run.values("loss") + resumed.values("loss") == pytest.approx(straight, rel=1e-6)
-    _assert_refused(host, f"--lora experts --pretrained {base} --moe-strategy fssdp", "LoRA")
 
 
 def test_fully_sharded_models_are_refused_in_one_line(host):

@@ -74,4 +74,5 @@ def _save_conversations(file):
         for _ in range(64):
             words = {"user": drawn.choices(_WORDS, k=6), "assistant": drawn.choices(_WORDS, k=8)}
             turns = [{"role": role, "content": " ".join(said)} for role, said in words.items()]
-            lines.write(json.dumps({"messages": turns}) + "\n")
+            rejected = " ".join(reversed(words["assistant"]))  # Only preferences are learned from it.
+            lines.write(json.dumps({"messages": turns, "rejected_response": rejected}) + "\n")

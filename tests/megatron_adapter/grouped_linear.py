@@ -81,17 +81,20 @@ class GroupedLinear(torch.nn.Module):
         input_size,
         output_size,
         *,
-        shard_axis,
         bias,
-        pg_collection,
         config,
+        shard_axis=None,
+        pg_collection=None,
         init_method,
         skip_bias_add,
         fuses=False,
         **unused,
     ):
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
         super().__init__()
-        self.num_gemms, self.shard_axis, self.groups = num_gemms, shard_axis, pg_collection
+        self.groups = pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.num_gemms, self.shard_axis, self.config = num_gemms, shard_axis, config
         self.use_bias, self.te_return_bias = bias, skip_bias_add and bias
         self.is_first_microbatch = True
         self._fp8_workspaces = {}
@@ -103,15 +106,18 @@ class GroupedLinear(torch.nn.Module):
         self.fuse_wgrad_accumulation = fuses
         peers = pg_collection.expt_tp
         for index in range(num_gemms):
-            whole = torch.empty(output_size, input_size, dtype=config.params_dtype)
-            init_method(whole)
-            weight = torch.nn.Parameter(whole.chunk(peers.size(), shard_axis)[peers.rank()].contiguous())
+            part = torch.empty(output_size, input_size, dtype=config.params_dtype)
+            init_method(part)
+            if shard_axis is not None:
+                part = part.chunk(peers.size(), shard_axis)[peers.rank()].contiguous()
+            weight = torch.nn.Parameter(part)
             self.register_parameter(f"weight{index}", weight)
             if bias:
                 zeros = torch.zeros(len(weight), dtype=config.params_dtype)
                 self.register_parameter(f"bias{index}", torch.nn.Parameter(zeros))
             else:
                 setattr(self, f"bias{index}", torch.empty(0, dtype=config.params_dtype))
+        self.out_features, self.in_features = self.weight0.shape
         for parameter in self.parameters():
             parameter.allreduce = pg_collection.ep.size() == 1
 
