@@ -21,11 +21,11 @@ EQUAL = [  # options of both runs, those of the plugin, number of ranks
     ("--pp 2", FSSDP, 4),
     ("--pp 2", MOVING, 4),
 ]
-ADAPTERS = [  # The same, for adapters of each expert, those that all experts of a layer share, and both.
+ADAPTERS = [  # The same, for adapters of each expert, and for those that all experts of a layer share.
     ("--lora experts", "--attach fastermoe", 2),
-    ("--lora each-expert --grouped", FSSDP, 4),
-    ("--lora experts --grouped", FSSDP, 2),
-    ("--lora shared-outer --grouped", "--attach quota", 2),
+    ("--lora experts", FSSDP, 4),
+    ("--lora experts --grouped", FSSDP, 4),
+    ("--lora experts --grouped", "--attach quota", 2),
 ]
 
 
@@ -95,7 +95,7 @@ def test_a_stock_checkpoint_loads(host, base):
     assert resumed.values("loss") == pytest.approx(host.stock("--steps 12").values("loss")[8:], rel=1e-6)
 
 
-@pytest.mark.parametrize("adapters", ["attention", "each-expert --grouped"])
+@pytest.mark.parametrize("adapters", ["attention", "experts", "experts --grouped"])
 def test_adapters_resume(host, base, tmp_path, adapters):
     options = f"--lora {adapters} --pretrained {base}"
     straight = host.stock(f"{options} --steps 12").values("loss")
@@ -103,6 +103,11 @@ def test_adapters_resume(host, base, tmp_path, adapters):
     resumed = host.run(f"{options} {MOVING} --load {tmp_path} --steps 12")
     assert run.values("moved") == [True]
     assert run.values("loss") + resumed.values("loss") == pytest.approx(straight, rel=1e-6)
+
+
+def test_packed_adapters_are_refused_in_one_line(host, base):
+    for kind in ("each-expert", "shared-outer"):
+        _assert_refused(host, f"--lora {kind} --grouped --pretrained {base} --moe-strategy fssdp", "LoRA")
 
 
 def test_fully_sharded_models_are_refused_in_one_line(host):
