@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, count, repeat
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -93,7 +94,10 @@ class ExpertPlaces:
             now = chain(*_parameters_at(self.places, module, len(self.parameters)))
             if any(tensor is not known for tensor, known in zip(now, tensors, strict=True)):
                 change = "Parameters that were replaced (meta device, new weights)"
-            elif any(tensor.requires_grad for of in self.parameters for tensor in of[self.num_trained :]):
+            # A pass of a reference may select adapters that are not trained, which peft then marks as trained.
+            elif torch.is_grad_enabled() and any(
+                tensor.requires_grad for of in self.parameters for tensor in of[self.num_trained :]
+            ):
                 change = "Parameters that are trained, and were frozen when DDP wrapped the model"
         _refuse(change or next(self._foreign_parts(), None))
 

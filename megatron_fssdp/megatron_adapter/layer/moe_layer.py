@@ -129,7 +129,8 @@ class StrategyMoELayer(MoELayer):
         if iteration is None or iteration != self._checked_in:
             self._slot_experts.places.check_unchanged(self.experts)
             self._dispatchers.check_unchanged()
-            self._checked_in = iteration
+            if torch.is_grad_enabled():
+                self._checked_in = iteration
         keeps_weights = slot_pass.is_shared and not slot_pass.plan.rematerialize
         self._slot_experts.bind(slot_pass.parameters_U, for_iteration=keeps_weights)
         self.token_dispatcher = self._dispatchers.of(slot_pass)
