@@ -94,7 +94,7 @@ class ExpertPlaces:
             now = chain(*_parameters_at(self.places, module, len(self.parameters)))
             if any(tensor is not known for tensor, known in zip(now, tensors, strict=True)):
                 change = "Parameters that were replaced (meta device, new weights)"
-            # A pass of a reference may select adapters that are not trained, which peft then marks as trained.
+            # A pass of a reference may select frozen adapters, which peft then marks as trained.
             elif torch.is_grad_enabled() and any(
                 tensor.requires_grad for of in self.parameters for tensor in of[self.num_trained :]
             ):
