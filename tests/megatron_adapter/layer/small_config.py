@@ -22,10 +22,10 @@ def moe_config(world_size, hidden_size, num_experts, **options):
     )
 
 
-def build_layer(config, strategy, settings, *, fuses=False, stock=False):
+def build_layer(config, strategy, settings, *, fuses=False, stock=False, kind=None):
     """An MoE layer, with stand-ins for grouped linear layers, which may add gradients to ``main_grad``.
 
-    A ``stock`` layer is Megatron's own, from the same submodules.
+    A ``stock`` layer is Megatron's own, from the same submodules. ``kind`` makes a subclass of its class.
     """
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
@@ -36,6 +36,8 @@ def build_layer(config, strategy, settings, *, fuses=False, stock=False):
         spec = partial(spec.func, **{**spec.keywords, "submodules": fake_grouped_experts(spec, fuses=fuses)})
     layer = spec(config=config, pg_collection=None)
     layer.set_layer_number(1)
+    if kind is not None:
+        layer.__class__ = kind(type(layer))
     return layer if stock else StrategyMoELayer.of(layer, session_of(strategy, settings))
 
 
