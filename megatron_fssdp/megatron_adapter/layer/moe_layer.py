@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_settings import FasterMoEKeys
+from megatron_fssdp.dispatchers.parm.schedule_selector import have_equal_tokens
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.named_copies import keep_names
@@ -42,6 +43,13 @@ from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.slots.autograd_points import in_backward
 from megatron_fssdp.strategies.layer_plan import LayerContext
 
+# Subclasses that may join: their methods call Megatron's steps of a pass once, in its order, and know experts
+# by number before :meth:`preprocess` alone.
+_OF_HOSTS = (
+    "megatron.bridge.models.gemma.modeling_gemma4.Gemma4MoELayer",
+    "mcore_bridge.model.mm_gpts.gemma4.Gemma4MoELayer",
+)
+
 
 class StrategyMoELayer(MoELayer):
     """An MoE layer whose experts are placed by a strategy.
@@ -58,7 +66,8 @@ class StrategyMoELayer(MoELayer):
 
         It has a ``number`` in the model, and ``is_predicted`` in a layer of multi-token prediction.
         """
-        layer.__class__ = cls
+        kind = type(layer)
+        layer.__class__ = cls if kind is MoELayer else type(cls.__name__, (cls, kind), {})
         joined = cast(Self, layer)
         joined._join(session, number, is_predicted)
         return joined
@@ -217,8 +226,11 @@ def install_beginnings(chunk: torch.nn.Module) -> None:
     kernels of all streams, each part of attention gets a hook, at which transfers issue their next messages.
     """
     layers = (module for module in chunk.modules() if isinstance(module, TransformerLayer))
-    for number, layer in enumerate(layer for layer in layers if isinstance(layer.mlp, StrategyMoELayer)):
-        _install_beginning(layer, layer.mlp, None if number else _with_attention(chunk, layer))
+    # Gemma 4's layers in mcore-bridge have experts beside ``mlp``.
+    parts = ((layer, part) for layer in layers for part in layer.children())
+    ours = ((layer, part) for layer, part in parts if isinstance(part, StrategyMoELayer))
+    for number, (layer, moe) in enumerate(ours):
+        _install_beginning(layer, moe, None if number else _with_attention(chunk, layer))
 
 
 def _install_beginning(layer: TransformerLayer, moe: StrategyMoELayer, start: Any) -> None:
@@ -267,11 +279,18 @@ def join(model: torch.nn.Module, session: StrategySession) -> list[StrategyMoELa
         ConfigurationError: A layer is of a class that is not known, or cannot be served.
     """
     for layer in _layers(model):
-        if type(layer) is not MoELayer:
+        kind = type(layer)
+        if kind is not MoELayer and (name := f"{kind.__module__}.{kind.__qualname__}") not in _OF_HOSTS:
             raise ConfigurationError(
-                f"--moe-strategy {session.strategy_name}: got an MoE layer of class {type(layer).__module__}."
-                f"{type(layer).__qualname__}, wanted {MoELayer.__module__}.MoELayer; build the model from "
-                "Megatron's MoE layer, attach one strategy before DDP wraps it, or use --moe-strategy none"
+                f"--moe-strategy {session.strategy_name}: got an MoE layer of class {name}, wanted "
+                f"{MoELayer.__module__}.MoELayer; build the model from Megatron's MoE layer, attach one "
+                "strategy before DDP wraps it, or use --moe-strategy none"
+            )
+        if kind is not MoELayer and have_equal_tokens(layer.config, _groups_of(layer)):
+            raise ConfigurationError(
+                f"{kind.__qualname__}: got tensor parallelism without sequence parallelism, wanted both, "
+                "because other steps than this layer's divide the tokens there; add --sequence-parallel, or "
+                "use --moe-strategy none"
             )
     layers = trained_layers(model)
     return [StrategyMoELayer.of(layer, session, number, predicted) for layer, number, predicted in layers]

@@ -4,6 +4,7 @@ Where tensor-parallel ranks have the same tokens, the reference is Megatron's la
 parallelism, which gets a part of the tokens on each rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ class Row:
     tokens: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()  # ranks whose tokens select no expert
     in_segments: bool = False  # as under the combined 1F1B schedule, see _run_segments
+    kind: Callable[[type], type] | None = None  # makes a host's subclass of Megatron's layer
     in_slices: bool = True  # whether schedule s2 passes results on slice by slice (Parm's SAA)
 
 
@@ -141,9 +143,8 @@ def _layer(row, is_split, *, is_stock=False):
     for name, value in row.later.items():
         setattr(config, name, value)
     torch.manual_seed(SEED)
-    layer = build_layer(
-        config, row.strategy, row.settings, fuses=row.fuses, stock=is_stock, adapters=row.adapters
-    )
+    how = {"fuses": row.fuses, "stock": is_stock, "adapters": row.adapters, "kind": row.kind}
+    layer = build_layer(config, row.strategy, row.settings, **how)
     # Megatron starts with biases of zero, which would hide mistakes.
     torch.manual_seed(100 * ps.get_expert_model_parallel_rank() + ps.get_expert_tensor_parallel_rank())
     for parameter in layer.experts.parameters():

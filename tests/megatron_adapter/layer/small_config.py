@@ -23,10 +23,11 @@ def moe_config(world_size, hidden_size, num_experts, **options):
     )
 
 
-def build_layer(config, strategy, settings, *, fuses=False, stock=False, adapters=""):
+def build_layer(config, strategy, settings, *, fuses=False, stock=False, adapters="", kind=None):
     """An MoE layer, with stand-ins for grouped linear layers, which may add gradients to ``main_grad``.
 
-    A ``stock`` layer is Megatron's own, from the same submodules. There may be ``adapters`` of a host.
+    A ``stock`` layer is Megatron's own, from the same submodules. There may be ``adapters`` of a host, and
+    ``kind`` makes a subclass of its class.
     """
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
@@ -39,6 +40,8 @@ def build_layer(config, strategy, settings, *, fuses=False, stock=False, adapter
     layer.set_layer_number(1)
     if adapters:
         adapt(layer.experts, adapters, fuses=fuses)
+    if kind is not None:
+        layer.__class__ = kind(type(layer))
     return layer if stock else StrategyMoELayer.of(layer, session_of(strategy, settings))
 
 

@@ -5,10 +5,13 @@ is replaced. Layers of Mamba need a GPU.
 """
 
 from functools import partial
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.config.errors import ConfigurationError
 from tests.support.training_preload import on_ranks
 
 from ..training_run import train_on_all_ranks
@@ -117,6 +120,25 @@ def test_two_pools_of_experts_in_a_layer_have_different_numbers():
     session = session_of("fssdp", SETTINGS)
     join(torch.nn.ModuleList(pools), session)
     assert list(session.slots.layer_numbers()) == [1, 1001, 2, 1002]
+
+
+@on_ranks(2, ep=2)
+def test_layers_of_known_hosts_join_under_sequence_parallelism():
+    from megatron.core.models.gpt import moe_module_specs
+
+    from megatron_fssdp.megatron_adapter.layer import moe_layer
+
+    build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+    layer, session = build(config=CONFIG(), pg_collection=None), session_of("fssdp", SETTINGS)
+    layer.__class__ = kind = type("OfHost", (type(layer),), {"__module__": "host"})
+    moe_layer._OF_HOSTS = ("host.OfHost",)
+    groups, layer.tp_group = layer.tp_group, SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ConfigurationError, match=r"OfHost.*sequence parallelism"):
+        moe_layer.join(layer, session)
+    layer.tp_group = groups
+    (joined,) = moe_layer.join(layer, session)
+    assert isinstance(joined, moe_layer.StrategyMoELayer)
+    assert isinstance(joined, kind)
 
 
 def test_the_script_for_gpt_refuses_patterns_of_hybrid_layers(text_data):

@@ -42,6 +42,27 @@ CLAMPED = {
 }
 QUANTIZED = {"moe_router_padding_for_quantization": True}
 
+
+def with_norms(kind):
+    """A layer with more in its steps, as Gemma 4's of Megatron-Bridge and mcore-bridge."""
+
+    def norm(x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:])
+
+    class Normed(kind):
+        def route(self, hidden_states, *rest):
+            probs, routing_map = super().route(norm(hidden_states) + 1, *rest)
+            return probs * torch.linspace(0.5, 1, probs.shape[1]), routing_map
+
+        def preprocess(self, hidden_states, *rest):
+            return super().preprocess(norm(hidden_states), *rest)
+
+        def postprocess(self, *rest):
+            return norm(super().postprocess(*rest))
+
+    return Normed
+
+
 DISPATCHERS = {
     "alltoall": Row({}),
     "allgather": Row({"moe_token_dispatcher_type": "allgather"}),
@@ -54,6 +75,7 @@ DISPATCHERS = {
     ),
     "padded for quantization": Row({}, later=QUANTIZED),
     "delayed weight gradients": Row(GROUPED, later={"overlap_dispatch_backward_with_experts_wgrad": True}),
+    "with steps of a host": Row({}, kind=with_norms),
     "latent": Row({"moe_latent_size": 8}),
 }
 EXPERT_MODULES = {
