@@ -21,7 +21,7 @@ from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
 from megatron_fssdp.megatron_adapter.experts.named_copies import install_exports
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings, check_equal
 from megatron_fssdp.megatron_adapter.iterations.model_iterations import ModelIterations
-from megatron_fssdp.megatron_adapter.layer.moe_layer import join, places_of
+from megatron_fssdp.megatron_adapter.layer.model_layers import join, places_of
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession, nccl_options
 from megatron_fssdp.megatron_adapter.support.megatron_repairs import log_in_quiet_hosts
 

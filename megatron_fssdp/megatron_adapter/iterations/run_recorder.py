@@ -29,7 +29,7 @@ from megatron_fssdp.megatron_adapter.iterations.stage_records import (
     by_stage,
     gathered,
 )
-from megatron_fssdp.megatron_adapter.layer.moe_layer import trained_layers
+from megatron_fssdp.megatron_adapter.layer.model_layers import trained_layers
 from megatron_fssdp.megatron_adapter.support.node_detection import ranks_of_node
 from megatron_fssdp.planning.loads import balance_ratio, load_similarity, max_over_mean
 from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_fssdp.megatron_adapter.layer.moe_layer import trained_layers
+from megatron_fssdp.megatron_adapter.layer.model_layers import trained_layers
 from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
 from megatron_fssdp.megatron_adapter.support.node_detection import detect_topology
 from megatron_fssdp.planning.placement.placement import even_owners

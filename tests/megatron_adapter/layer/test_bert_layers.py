@@ -33,7 +33,7 @@ def test_bert_models_have_experts_in_the_requested_layers():
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
 
     from megatron_fssdp.megatron_adapter.layer import bert_layers
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import join
+    from megatron_fssdp.megatron_adapter.layer.model_layers import join
 
     dense = model_of(stock, None)
     bert_layers.install()

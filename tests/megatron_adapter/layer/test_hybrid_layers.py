@@ -31,7 +31,7 @@ def test_a_stack_computes_what_stock_megatron_computes():
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import join
+    from megatron_fssdp.megatron_adapter.layer.model_layers import join
 
     hybrid_stack_spec.submodules.moe_layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
     config, groups = CONFIG(), ProcessGroupCollection.use_mpu_process_groups()
@@ -82,7 +82,7 @@ def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder():
     from megatron.core.models.gpt import moe_module_specs
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import join
+    from megatron_fssdp.megatron_adapter.layer.model_layers import join
 
     config = CONFIG()
     build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
@@ -111,7 +111,7 @@ def test_two_pools_of_experts_in_a_layer_have_different_numbers():
     """As in ERNIE-4.5-VL, where only their routers know the number. Strategies remember layers by it."""
     from megatron.core.models.gpt import moe_module_specs
 
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import join
+    from megatron_fssdp.megatron_adapter.layer.model_layers import join
 
     build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
     pools = [build(config=CONFIG(), pg_collection=None) for _ in range(4)]
@@ -126,18 +126,18 @@ def test_two_pools_of_experts_in_a_layer_have_different_numbers():
 def test_layers_of_known_hosts_join_under_sequence_parallelism():
     from megatron.core.models.gpt import moe_module_specs
 
-    from megatron_fssdp.megatron_adapter.layer import moe_layer
+    from megatron_fssdp.megatron_adapter.layer import model_layers
 
     build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
     layer, session = build(config=CONFIG(), pg_collection=None), session_of("fssdp", SETTINGS)
     layer.__class__ = kind = type("OfHost", (type(layer),), {"__module__": "host"})
-    moe_layer._OF_HOSTS = ("host.OfHost",)
+    model_layers._OF_HOSTS = ("host.OfHost",)
     groups, layer.tp_group = layer.tp_group, SimpleNamespace(size=lambda: 2)
     with pytest.raises(ConfigurationError, match=r"OfHost.*sequence parallelism"):
-        moe_layer.join(layer, session)
+        model_layers.join(layer, session)
     layer.tp_group = groups
-    (joined,) = moe_layer.join(layer, session)
-    assert isinstance(joined, moe_layer.StrategyMoELayer)
+    (joined,) = model_layers.join(layer, session)
+    assert isinstance(joined, model_layers.StrategyMoELayer)
     assert isinstance(joined, kind)
 
 
