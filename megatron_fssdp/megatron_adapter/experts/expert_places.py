@@ -142,6 +142,8 @@ def _places(experts: Any, num_experts: int) -> list[Place]:
     is_grouped = not hasattr(experts, "local_experts")
     first, places, whole = experts if is_grouped else experts.local_experts[0], list[Place](), set[str]()
     for path, layer in first.named_modules():
+        if path not in LINEARS and not is_adapted(getattr(first, path.split(".")[0], None)):
+            continue
         if is_grouped and getattr(layer, "num_gemms", None) != num_experts:
             continue
         # Transformer Engine stores an empty tensor instead of a missing bias.
