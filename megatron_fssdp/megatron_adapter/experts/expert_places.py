@@ -70,6 +70,17 @@ class ExpertPlaces:
             )
         _refuse(_method_of(module) or next(self._foreign_parts(), None))
         self._structure = _structure_of(module)
+        if len(dtypes := sorted({str(tensor.dtype) for tensor in chain(*self.parameters)})) > 1:
+            raise ConfigurationError(
+                f"experts: got weights of the data types {' and '.join(dtypes)}, wanted one for all, because "
+                f"an expert travels as one tensor; give LoRA adapters the model's data type, or {_LEAVE_OUT}"
+            )
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What experts of two layers have in common that can take each other's place."""
+        scales = ((path, _scale_of(part)) for path, part in self.module.named_modules())
+        return tuple(self.places), {path: scale for path, scale in scales if scale is not None}
 
     def layers(self, expert: Any) -> list[Any]:
         """The layers of an expert, or of grouped experts, that have the Parameters of the places."""
@@ -183,6 +194,12 @@ def _refuse(change: str | None) -> None:
 def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
     """What adapters and quantizers would change in a module: classes, names of Parameters and submodules."""
     return [(type(module), tuple(module._parameters), tuple(module._modules)) for module in experts.modules()]
+
+
+def _scale_of(module: Any) -> str | None:
+    """By what an adapter's output is multiplied, if this is an adapter."""
+    scale = getattr(module, "scaling", getattr(module, "alpha", None))
+    return None if scale is None else str(scale)
 
 
 def _method_of(module: Any) -> str | None:

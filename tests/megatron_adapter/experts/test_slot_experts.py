@@ -125,6 +125,23 @@ def test_adapters_that_a_host_switches_off_are_off_in_all_slots():
             experts.places.check_unchanged(module)
 
 
+@on_ranks(2, ep=2)
+def test_adapters_of_another_data_type_or_scale_than_others_are_refused():
+    """An expert travels as one tensor, and a re-shard lets it compute in the place of another layer's."""
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+    for words, change in (
+        ("data types torch.bfloat16 and torch.float32", torch.nn.Module.bfloat16),
+        ("different LoRA adapters", lambda down: setattr(down, "scaling", {"default": 4})),
+    ):
+        session, config = session_of("fssdp", {"reshard_interval": 2}), moe_config(2, HIDDEN, EXPERTS)
+        first, second = (build_layer(config, "", {}, stock=True, adapters="mcore_bridge") for _ in range(2))
+        StrategyMoELayer.of(first, session)
+        change(second.experts.local_experts[1].linear_fc2.lora_A)
+        with pytest.raises(ConfigurationError, match=words):
+            StrategyMoELayer.of(second, session)
+
+
 def draw():
     generator = torch.Generator().manual_seed(dist.get_rank())
     hidden = torch.randn(TOKENS, 1, HIDDEN, generator=generator)
