@@ -10,6 +10,7 @@ Adapters of an expert travel with it. One that a layer's experts share stays on 
 has put into experts is refused, because the experts that come to slots lack it.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, repeat
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ _ADAPTED = {
 }
 # ms-swift lets adapters move their input to the device of their weights, where it already is.
 _KNOWN_METHODS = ("swift.tuners.peft.keep_device_forward",)
+_BASE = rf"\.({'|'.join(_ADAPTED.values())})$"
 _SHARED = "megatron.bridge.peft.utils.ParallelLinearAdapter"
 _LEAVE_OUT = "leave experts out of the target modules of LoRA adapters, or use --moe-strategy none"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -79,8 +81,10 @@ class ExpertPlaces:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What experts of two layers have in common that can take each other's place."""
-        scales = ((path, _scale_of(part)) for path, part in self.module.named_modules())
-        return tuple(self.places), {path: scale for path, scale in scales if scale is not None}
+        places = [(re.sub(_BASE, "", layer), name) for layer, name in self.places]
+        # Grouped experts compute by the layers of their own module, others by those that their places have.
+        parts = chain.from_iterable(mlp.named_modules() for mlp in getattr(self.module, "local_experts", ()))
+        return places, {(path, str(_scale_of(part))) for path, part in parts if _scale_of(part) is not None}
 
     def layers(self, expert: Any) -> list[Any]:
         """The layers of an expert, or of grouped experts, that have the Parameters of the places."""
@@ -196,10 +200,9 @@ def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
     return [(type(module), tuple(module._parameters), tuple(module._modules)) for module in experts.modules()]
 
 
-def _scale_of(module: Any) -> str | None:
+def _scale_of(module: Any) -> Any:
     """By what an adapter's output is multiplied, if this is an adapter."""
-    scale = getattr(module, "scaling", getattr(module, "alpha", None))
-    return None if scale is None else str(scale)
+    return getattr(module, "scaling", getattr(module, "alpha", None))
 
 
 def _method_of(module: Any) -> str | None:
