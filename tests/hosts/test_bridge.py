@@ -26,6 +26,7 @@ ADAPTERS = [  # The same, for adapters of each expert, and for those that all ex
     ("--lora experts", FSSDP, 4),
     ("--lora experts", MOVING, 2),
     ("--lora experts --grouped", FSSDP, 4),
+    ("--lora canonical", MOVING, 2),
     ("--lora experts --grouped", "--attach quota", 2),
 ]
 

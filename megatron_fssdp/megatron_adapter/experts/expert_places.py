@@ -27,6 +27,7 @@ LINEARS = ("linear_fc1", "linear_fc2")
 # one for all experts. Of other classes, nobody knows here what they do.
 _ADAPTED = {
     "megatron.bridge.peft.lora_layers.LoRALinear": "to_wrap",
+    "megatron.bridge.peft.canonical_lora.LoRALinearSplitFC1UpGate": "to_wrap",
     "mcore_bridge.tuners.lora.LoraParallelLinear": "base_layer",
 }
 # ms-swift lets adapters move their input to the device of their weights, where it already is.
@@ -161,12 +162,13 @@ def _places(experts: Any, num_experts: int) -> list[Place]:
             names = [name[:-1] for name in names if name in ("weight0", "bias0")]
         places += [Place(path, name) for name in names]
     for linear in LINEARS:
-        base = f"{linear}.{_ADAPTED.get(_class_of(getattr(first, linear, None)), '')}".rstrip(".")
+        layer = getattr(first, linear, None)
+        base = f"{linear}.{_ADAPTED.get(_class_of(layer), '')}".rstrip(".")
         if Place(base, "weight") not in places:
             raise ConfigurationError(
-                f"expert module: got {type(experts).__name__} without {linear}.weight{'0' * is_grouped}, "
-                "wanted SequentialMLP or TEGroupedMLP as Megatron's MoE specs build them, perhaps with LoRA "
-                f"adapters of Megatron-Bridge or mcore-bridge; {_LEAVE_OUT}"
+                f"expert module: got {type(experts).__name__} with {type(layer).__name__} as {linear}, "
+                "wanted SequentialMLP or TEGroupedMLP as Megatron's MoE specs build them, with weights of "
+                f"each expert, perhaps with LoRA adapters of Megatron-Bridge or mcore-bridge; {_LEAVE_OUT}"
             )
         whole.add(base)
     return sorted(places, key=lambda place: (place.name == "bias", place.layer not in whole))
