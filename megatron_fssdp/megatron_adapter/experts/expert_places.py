@@ -68,8 +68,8 @@ class ExpertPlaces:
         if others:
             raise ConfigurationError(
                 f"experts: got {others[0]} beside the weights and biases of linear_fc1 and linear_fc2, "
-                "wanted no other Parameters but those of LoRA adapters for each expert, or of one for all, "
-                f"because only these travel to slots; {_LEAVE_OUT}"
+                "wanted no other Parameters but those of LoRA adapters for each expert, or of one for those "
+                f"of all ranks (Megatron-Bridge 0.6.2), because only these are in slots; {_LEAVE_OUT}"
             )
         _refuse(_method_of(module) or next(self._foreign_parts(), None))
         self._structure = _structure_of(module)
@@ -146,7 +146,9 @@ def is_adapted(layer: Any) -> bool:
 
 def is_shared(module: Any) -> bool:
     """Whether this is an adapter for all experts of a layer, whose gradients the host sums over ranks."""
-    return _class_of(module) == _SHARED and module._uses_grouped_expert_sharding()
+    # Older versions do not sum them, so that each rank has another one.
+    sums = getattr(module, "_allreduce_shared_expert_grad", None)
+    return _class_of(module) == _SHARED and sums is not None and module._uses_grouped_expert_sharding()
 
 
 def _places(experts: Any, num_experts: int) -> list[Place]:

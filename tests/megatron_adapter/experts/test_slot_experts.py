@@ -140,6 +140,12 @@ def test_adapters_of_another_data_type_or_scale_than_others_are_refused():
         change(second.experts.local_experts[1].linear_fc2.lora_A)
         with pytest.raises(ConfigurationError, match=words):
             StrategyMoELayer.of(second, session)
+    # Before Megatron-Bridge summed their gradients, adapters of grouped experts differed between ranks.
+    config = moe_config(2, HIDDEN, EXPERTS, moe_grouped_gemm=True)
+    layer = build_layer(config, "", {}, stock=True, adapters="bridge")
+    layer.experts.linear_fc2.adapter._allreduce_shared_expert_grad = None
+    with pytest.raises(ConfigurationError, match="of one for those of all ranks"):
+        StrategyMoELayer.of(layer, session_of("fssdp", {}))
 
 
 def draw():
