@@ -109,9 +109,12 @@ class ExpertPlaces:
             now = chain(*_parameters_at(self.places, module, len(self.parameters)))
             if any(tensor is not known for tensor, known in zip(now, tensors, strict=True)):
                 change = "Parameters that were replaced (meta device, new weights)"
-            elif any(tensor.requires_grad for of in self.parameters for tensor in of[self.num_trained :]):
-                change = "Parameters that are trained, and were frozen when DDP wrapped the model"
         _refuse(change or next(self._foreign_parts(), None))
+
+    def check_frozen(self) -> None:
+        """Refuse to train, by a ConfigurationError, what was frozen in all experts before."""
+        if any(tensor.requires_grad for of in self.parameters for tensor in of[self.num_trained :]):
+            _refuse("Parameters that are trained, and were frozen when DDP wrapped the model")
 
     def _foreign_parts(self) -> Iterator[str]:
         """What others than Megatron have put on experts: those that come to their slots lack it."""
