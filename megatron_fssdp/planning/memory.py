@@ -167,9 +167,9 @@ class ExpertOptimizer:
         part = -(-num_elements // (num_copies if self.is_distributed else 1))
         return part * FP32_BYTES * (self.num_state_tensors + self.has_master_weights)
 
-    def owned_bytes(self, num_elements: int, dtype_bytes: int, num_copies: int) -> int:
+    def owned_bytes(self, expert_bytes: int, trained_elements: int, num_copies: int) -> int:
         """Bytes that move with an owned expert: parameters, masters, optimizer states."""
-        return num_elements * dtype_bytes + self.state_bytes(num_elements, num_copies)
+        return expert_bytes + self.state_bytes(trained_elements, num_copies)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class MoeJob:
     def owned_bytes(self) -> int:
         """Bytes that move when one expert changes its owner."""
         return self.optimizer.owned_bytes(
-            self.expert_elements, self.dtype_bytes, self.expert_data_parallel_size
+            self.expert_bytes, self.expert_elements, self.expert_data_parallel_size
         )
 
     def messages(self, cluster: ClusterDescription) -> MessageRule:

@@ -7,6 +7,7 @@ import yaml
 from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.transformer_config import TransformerConfig
+from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import config
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -16,6 +17,7 @@ from tests.hosts.tiny_qwen import EXPERTS, HEADS, HIDDEN, TOP
 LENGTH, VOCABULARY, MICRO_BATCH = 32, 128, 2
 ADAPTERS = {  # What Megatron-Bridge's LoRA is told. By default, attention and experts have adapters.
     "attention": {"target_modules": ["linear_qkv", "linear_proj"]},
+    "canonical": {},
     "experts": {},  # Grouped experts of a layer share one, sequential ones have one each.
     "each-expert": {"share_expert_adapters": False},
     "shared-outer": {"experts_shared_outer_loras": True},
@@ -110,9 +112,10 @@ def configuration_of(options):
     """Everything that ``pretrain()`` needs to know."""
     num_replicas = int(os.environ["WORLD_SIZE"]) // (options.tp * options.pp)
     batch = MICRO_BATCH * options.micro_batches * num_replicas
+    kind = CanonicalLoRA if options.lora == "canonical" else LoRA
     return config.ConfigContainer(
         model=model_of(options),
-        peft=LoRA(dim=4, alpha=8, **ADAPTERS[options.lora]) if options.lora else None,
+        peft=kind(dim=4, alpha=8, **ADAPTERS[options.lora]) if options.lora else None,
         train=config.TrainingConfig(
             train_iters=options.steps, global_batch_size=batch, micro_batch_size=MICRO_BATCH
         ),

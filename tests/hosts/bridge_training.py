@@ -58,8 +58,10 @@ def exported_experts(model, num_layers):
 
     names = {"architectures": ["Qwen3MoeForCausalLM"]}
     of_model = tiny_qwen.config_of(num_layers, bridge_configuration.VOCABULARY, tiny_qwen.HEADS, **names)
-    weights = AutoBridge.from_hf_config(of_model).export_hf_weights(model, cpu=True, show_progress=False)
-    return {name: weight.clone() for name, weight in weights if ".experts." in name}
+    bridge, how = AutoBridge.from_hf_config(of_model), {"cpu": True, "show_progress": False}
+    adapters = {name: weight.clone() for name, weight in bridge.export_adapter_weights(model, **how)}
+    weights = {name: weight.clone() for name, weight in bridge.export_hf_weights(model, **how)}
+    return {name: weight for name, weight in (weights | adapters).items() if ".experts." in name}
 
 
 def main():

@@ -24,7 +24,9 @@ EQUAL = [  # options of both runs, those of the plugin, number of ranks
 ADAPTERS = [  # The same, for adapters of each expert, and for those that all experts of a layer share.
     ("--lora experts", "--attach fastermoe", 2),
     ("--lora experts", FSSDP, 4),
+    ("--lora experts", MOVING, 2),
     ("--lora experts --grouped", FSSDP, 4),
+    ("--lora canonical", MOVING, 2),
     ("--lora experts --grouped", "--attach quota", 2),
 ]
 

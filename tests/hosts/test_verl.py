@@ -19,6 +19,7 @@ EQUAL = [  # options of both runs, those of the plugin, number of ranks
     ("", "--attach flexmoe --settings placement_interval=2,window=2", 2),
     *((options, FSSDP, 2) for options in ("--critic --reference", "--replay", "--offload", "--recompute")),
     ("--pp 2", FSSDP, 4),
+    ("--pp 2 --lora", FSSDP, 4),
 ]
 
 

@@ -28,8 +28,10 @@ FLAGS = {
     "replay": "the actor's routes when it trains",
     "offload": "weights and optimizer states between the phases",
     "fully-reshardable": "checkpoints",
+    "lora": "the actor trains adapters only",
     "recompute": "",
 }
+ADAPTERS = {"type": "lora", "rank": 4, "alpha": 8, "dropout": 0.0, "merge": True}
 FUSIONS = """
     gradient_accumulation_fusion bias_dropout_fusion bias_activation_fusion masked_softmax_fusion
     apply_rope_fusion cross_entropy_loss_fusion moe_permute_fusion persist_layer_norm
@@ -103,10 +105,11 @@ def configuration_of(options, kind):
     folder, _ = tiny_qwen.model_and_data(options.folder)
     if (library := options.external_lib) is not None:
         sys.path.insert(0, str(library.parent))
+    adapters = ADAPTERS if options.lora and kind == "actor" else {}
     schedule = {"lr_warmup_steps": 0, "total_training_steps": 100, "lr_decay_style": "constant"}
     return TrainingWorkerConfig(
         model_type="value_model" if kind == "critic" else "language_model",
-        model_config=HFModelConfig(path=str(folder), external_lib=library and library.stem),
+        model_config=HFModelConfig(path=str(folder), external_lib=library and library.stem, lora=adapters),
         engine_config=engine_of(options, kind),
         optimizer_config=McoreOptimizerConfig(lr=5e-3, clip_grad=1.0, **schedule),
         checkpoint_config=CheckpointConfig(),

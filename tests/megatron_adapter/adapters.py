@@ -33,7 +33,12 @@ class ParallelLinearAdapter(torch.nn.Module):
         super().__init__()
         self.linear_in, self.linear_out, self.is_shared = down, up, is_shared
         for parameter in self.parameters() if is_shared else ():
-            parameter.register_hook(_sum_over_devices)
+            parameter.register_hook(self._allreduce_shared_expert_grad)
+
+    def _allreduce_shared_expert_grad(self, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total, group=parallel_state.get_expert_model_parallel_group())
+        return total
 
     def _uses_grouped_expert_sharding(self):
         return self.is_shared
@@ -62,12 +67,6 @@ LoRALinear.__module__ = "megatron.bridge.peft.lora_layers"
 class _Linear(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x), None
-
-
-def _sum_over_devices(gradient):
-    total = gradient.clone()
-    dist.all_reduce(total, group=parallel_state.get_expert_model_parallel_group())
-    return total
 
 
 def adapt(experts, host, *, fuses=False):

@@ -91,7 +91,7 @@ def test_bytes_of_replicas_equal_those_worked_out_by_hand(changed, wanted):
 )
 def test_optimizer_state_bytes_follow_the_optimizer_and_its_sharding(optimizer, ranks, wanted):
     assert optimizer.state_bytes(10, ranks) == wanted
-    assert optimizer.owned_bytes(10, 2, ranks) == wanted + 10 * 2
+    assert optimizer.owned_bytes(3 * 10, 10, ranks) == wanted + 3 * 10
 
 
 def test_the_messages_of_each_child_bound_reduction_buffers():

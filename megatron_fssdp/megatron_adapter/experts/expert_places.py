@@ -10,6 +10,7 @@ Adapters of an expert travel with it. One that a layer's experts share stays on 
 has put into experts is refused, because the experts that come to slots lack it.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, repeat
 from typing import Any, NamedTuple
@@ -27,10 +28,12 @@ LINEARS = ("linear_fc1", "linear_fc2")
 # one for all experts. Of other classes, nobody knows here what they do.
 _ADAPTED = {
     "megatron.bridge.peft.lora_layers.LoRALinear": "to_wrap",
+    "megatron.bridge.peft.canonical_lora.LoRALinearSplitFC1UpGate": "to_wrap",
     "mcore_bridge.tuners.lora.LoraParallelLinear": "base_layer",
 }
 # ms-swift lets adapters move their input to the device of their weights, where it already is.
 _KNOWN_METHODS = ("swift.tuners.peft.keep_device_forward",)
+_BASE = rf"\.({'|'.join(_ADAPTED.values())})$"
 _SHARED = "megatron.bridge.peft.utils.ParallelLinearAdapter"
 _LEAVE_OUT = "leave experts out of the target modules of LoRA adapters, or use --moe-strategy none"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -66,11 +69,24 @@ class ExpertPlaces:
         if others:
             raise ConfigurationError(
                 f"experts: got {others[0]} beside the weights and biases of linear_fc1 and linear_fc2, "
-                "wanted no other Parameters but those of LoRA adapters for each expert, or of one for all, "
-                f"because only these travel to slots; {_LEAVE_OUT}"
+                "wanted no other Parameters but those of LoRA adapters for each expert, or of one for those "
+                f"of all ranks (Megatron-Bridge 0.6.2), because only these are in slots; {_LEAVE_OUT}"
             )
         _refuse(_method_of(module) or next(self._foreign_parts(), None))
         self._structure = _structure_of(module)
+        if len(dtypes := sorted({str(tensor.dtype) for tensor in chain(*self.parameters)})) > 1:
+            raise ConfigurationError(
+                f"experts: got weights of the data types {' and '.join(dtypes)}, wanted one for all, because "
+                f"an expert travels as one tensor; give LoRA adapters the model's data type, or {_LEAVE_OUT}"
+            )
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What experts of two layers have in common that can take each other's place."""
+        places = [(re.sub(_BASE, "", layer), name) for layer, name in self.places]
+        # Grouped experts compute by the layers of their own module, others by those that their places have.
+        parts = chain.from_iterable(mlp.named_modules() for mlp in getattr(self.module, "local_experts", ()))
+        return places, {(path, str(_scale_of(part))) for path, part in parts if _scale_of(part) is not None}
 
     def layers(self, expert: Any) -> list[Any]:
         """The layers of an expert, or of grouped experts, that have the Parameters of the places."""
@@ -134,7 +150,9 @@ def is_adapted(layer: Any) -> bool:
 
 def is_shared(module: Any) -> bool:
     """Whether this is an adapter for all experts of a layer, whose gradients the host sums over ranks."""
-    return _class_of(module) == _SHARED and module._uses_grouped_expert_sharding()
+    # Older versions do not sum them, so that each rank has another one.
+    sums = getattr(module, "_allreduce_shared_expert_grad", None)
+    return _class_of(module) == _SHARED and sums is not None and module._uses_grouped_expert_sharding()
 
 
 def _places(experts: Any, num_experts: int) -> list[Place]:
@@ -152,12 +170,13 @@ def _places(experts: Any, num_experts: int) -> list[Place]:
             names = [name[:-1] for name in names if name in ("weight0", "bias0")]
         places += [Place(path, name) for name in names]
     for linear in LINEARS:
-        base = f"{linear}.{_ADAPTED.get(_class_of(getattr(first, linear, None)), '')}".rstrip(".")
+        layer = getattr(first, linear, None)
+        base = f"{linear}.{_ADAPTED.get(_class_of(layer), '')}".rstrip(".")
         if Place(base, "weight") not in places:
             raise ConfigurationError(
-                f"expert module: got {type(experts).__name__} without {linear}.weight{'0' * is_grouped}, "
-                "wanted SequentialMLP or TEGroupedMLP as Megatron's MoE specs build them, perhaps with LoRA "
-                f"adapters of Megatron-Bridge or mcore-bridge; {_LEAVE_OUT}"
+                f"expert module: got {type(experts).__name__} with {type(layer).__name__} as {linear}, "
+                "wanted SequentialMLP or TEGroupedMLP as Megatron's MoE specs build them, with weights of "
+                f"each expert, perhaps with LoRA adapters of Megatron-Bridge or mcore-bridge; {_LEAVE_OUT}"
             )
         whole.add(base)
     return sorted(places, key=lambda place: (place.name == "bias", place.layer not in whole))
@@ -189,6 +208,11 @@ def _refuse(change: str | None) -> None:
 def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
     """What adapters and quantizers would change in a module: classes, names of Parameters and submodules."""
     return [(type(module), tuple(module._parameters), tuple(module._modules)) for module in experts.modules()]
+
+
+def _scale_of(module: Any) -> Any:
+    """By what an adapter's output is multiplied, if this is an adapter."""
+    return getattr(module, "scaling", getattr(module, "alpha", None))
 
 
 def _method_of(module: Any) -> str | None:

@@ -126,11 +126,16 @@ class ExpertSlots:
         """
         strategy, context = layer.local.strategy, layer.local.context
         wanted = self.layers[0].local.context.num_experts if self.layers else context.num_experts
-        moves = strategy.moves_owners or strategy.resident_slots
-        if moves and context.num_experts != wanted and context.num_devices > 1:
+        moves = context.num_devices > 1 and (strategy.moves_owners or strategy.resident_slots)
+        if moves and context.num_experts != wanted:
             raise ConfigurationError(
                 f"re-sharding or resident replicas: got layers of {wanted} and {context.num_experts} "
                 f"experts, wanted equally many in all layers; {KEEP_OWNERS}, or another --moe-strategy"
+            )
+        if moves and self._experts and experts.places.kind != self._experts[0].places.kind:
+            raise ConfigurationError(
+                "re-sharding or resident replicas: got layers whose experts have different LoRA adapters or "
+                f"frozen parts, wanted the same in all layers; {KEEP_OWNERS}, or another --moe-strategy"
             )
         self.layers.append(layer)
         self._experts.append(experts)

@@ -27,7 +27,12 @@ EXPORTS = {
     # Conversion tasks may be kept and used again.
     "megatron.bridge.models.conversion.model_bridge": (
         "MegatronModelBridge",
-        ("build_conversion_tasks", "stream_weights_megatron_to_hf", "stream_weights_hf_to_megatron"),
+        (
+            "build_conversion_tasks",
+            "build_adapter_conversion_tasks",
+            "stream_weights_megatron_to_hf",
+            "stream_weights_hf_to_megatron",
+        ),
     ),
     "mcore_bridge.bridge.gpt_bridge": ("GPTBridge", ("export_weights", "load_weights")),
 }

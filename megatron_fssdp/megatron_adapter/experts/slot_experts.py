@@ -11,7 +11,7 @@ Shape letters: R rows that a rank receives, M model dimension, U slots of a devi
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, count, repeat
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -77,9 +77,8 @@ class SlotExperts:
         for layer in chain.from_iterable(map(self.places.layers, self._bodies.values())):
             if not for_iteration or layer not in layers:
                 getattr(layer, "_fp8_workspaces", {}).clear()
-        blanks = _blanks_like(
-            next((parameters for parameters in parameters_U if parameters is not None), self.parameters[0])
-        )
+        like = next((parameters for parameters in parameters_U if parameters is not None), self.parameters[0])
+        blanks = _blanks_like(like, self.places.num_trained)
         for index, parameters in enumerate(parameters_U):
             self.places.bind(layers, parameters or next(blanks), str(index))
         for layer, stock in zip(layers, self.places.layers(self.module), strict=True):
@@ -169,28 +168,33 @@ class SlotExperts:
         return copy
 
 
-def _blanks_like(like: ExpertParameters) -> Iterator[ExpertParameters]:
+def _blanks_like(like: ExpertParameters, num_trained: int | None = None) -> Iterator[ExpertParameters]:
     """Experts of zeros for empty slots, which share their memory and places for gradients that nobody reads.
 
     Each slot has other Parameters, because autograd adds the gradients of one that is bound several times.
-    They require gradients as the others do: Transformer Engine asks the first slot's, or refuses a mixture.
+    They require gradients as the others do in training: Transformer Engine asks the first slot's, or refuses
+    a mixture. Slots may be bound while a host has switched adapters off, which then require none.
     """
     sums = tuple(getattr(parameter, "main_grad", parameter).dtype for parameter in like)
-    key = (ExpertLayout.of(like), like[0].device, tuple(parameter.requires_grad for parameter in like), sums)
+    layout = ExpertLayout.of(like, num_trained)
+    key = (layout, like[0].device, sums)
     known = _blanks.setdefault(key, [])
     for number in count():
         if number == len(known):
-            known.append(tuple(map(_blank, known[0] if known else like, repeat(bool(known)))))
+            shared = known[0] if known else like
+            known.append(
+                tuple(_blank(p, at < layout.num_trained, bool(known)) for at, p in enumerate(shared))
+            )
         yield known[number]
 
 
-def _blank(like: Any, shares: bool) -> torch.nn.Parameter:
+def _blank(like: Any, is_trained: bool, shares: bool) -> torch.nn.Parameter:
     zeros, gradient = like.detach(), getattr(like, "main_grad", like.detach())
     if not shares:
         zeros, gradient = torch.zeros_like(zeros), torch.zeros_like(gradient)
-    parameter: Any = torch.nn.Parameter(zeros, requires_grad=like.requires_grad)
+    parameter: Any = torch.nn.Parameter(zeros, requires_grad=is_trained)
     parameter.main_grad, parameter.allreduce, parameter.grad_added_to_main_grad = gradient, False, False
-    if like.requires_grad:
+    if is_trained:
         parameter.register_post_accumulate_grad_hook(_forget_gradient)
     return parameter
 

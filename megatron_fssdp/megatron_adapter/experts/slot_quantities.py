@@ -192,7 +192,7 @@ def _held_of(slots: Sequence[ExpertParameters], optimizer: Any) -> list[list[_He
     members = list(members_of(optimizer))
     entries = {parameter: entry for member in members for parameter, entry in _entries(member)}
     if is_layer_wise(optimizer):
-        elsewhere = (parameter for slot in slots for parameter in slot if parameter not in entries)
+        elsewhere = (p for slot in slots for p in slot if hasattr(p, "main_grad") and p not in entries)
         entries.update(dict.fromkeys(elsewhere))
     names = [type(member).__name__ for member in members]
     return [[_held(parameter, entries, names) for parameter in slot] for slot in slots]
@@ -245,10 +245,11 @@ def _held(parameter: Parameter, entries: Mapping[Parameter, _Entry | None], opti
             "device; load the model before experts move or go home"
         )
     flat = parameter.data.view(-1)
-    is_trained = parameter.requires_grad
-    facts = {"shape": tuple(parameter.shape), "data type": parameter.dtype, "frozen": not is_trained}
-    if not is_trained:
-        return _Held(flat, facts, is_trained)
+    is_frozen = not parameter.requires_grad
+    facts = {"shape": tuple(parameter.shape), "data type": parameter.dtype, "frozen": is_frozen}
+    # An optimizer also steps what was frozen after it was built.
+    if is_frozen and parameter not in entries:
+        return _Held(flat, facts, is_trained=False)
     if parameter not in entries:
         raise ConfigurationError(
             f"re-sharding: got an expert's parameter that is in none of the optimizers {optimizers}, "
@@ -285,7 +286,7 @@ def _held(parameter: Parameter, entries: Mapping[Parameter, _Entry | None], opti
                 f"--optimizer adam or sgd with states in fp32, or {KEEP_OWNERS}"
             )
     tensors = {name: tensor.view(-1) for name, tensor in tensors.items()}
-    return _Held(flat, facts, is_trained, entry.start, entry.stop, tensors)
+    return _Held(flat, facts, True, entry.start, entry.stop, tensors)
 
 
 def _as_text(value: Any) -> str:

@@ -275,7 +275,7 @@ class IterationDriver:
             self._groups_of_owners,
             free_bytes=_free_bytes(self._measured_replicas_bytes),
             token_bytes=self._host.hidden_size * layout.dtype.itemsize,
-            owned_bytes=optimizer.owned_bytes(layout.numel, layout.dtype.itemsize, copies.size()),
+            owned_bytes=optimizer.owned_bytes(layout.num_bytes, layout.trained_numel, copies.size()),
             num_micro_batches=num_micro_batches,
             held=self.held,
             choices=TokenChoices(self._host.moe_router_topk, is_fused=is_fused),

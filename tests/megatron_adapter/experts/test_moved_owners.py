@@ -38,6 +38,7 @@ ROWS = rows(
     layers on one device, replicas | 2 | {EP2} {NO_BIAS} --lr 5e-3 | {REPLICAS} | halves
     some experts frozen | 2 | {EP2} | {REPLICAS} reshard_interval=0 | freeze_some
     adapters on frozen experts | 2 | {EP2} --lr 5e-3 | {REPLICAS} | halves freeze_under_adapters
+    frozen in the middle | 2 | {EP2} | {OWNERS} | anywhere freeze_for_two_iterations
     fp32 | 2 | {EP2} | {OWNERS} | anywhere
     fp32, distributed, interleaved pipeline, overlaps | 4 | {EP2} {INTERLEAVED} {OVERLAPS} | {OWNERS}
         | anywhere
@@ -163,6 +164,17 @@ def freeze_all():
 def freeze_some():
     """Freeze the first expert of every rank. A device can then have replicas of trained experts only."""
     before_ddp(lambda experts: experts.local_experts[0].requires_grad_(False))
+
+
+def freeze_for_two_iterations():
+    """Megatron's optimizers step what was frozen after they were built, too."""
+
+    def freeze(iteration, model, _):
+        for name, parameter in model[0].named_parameters():
+            if "local_experts" in name:
+                parameter.requires_grad_(iteration not in (3, 4))
+
+    before_iterations(freeze)
 
 
 def freeze_under_adapters():

@@ -54,7 +54,9 @@ def test_empty_slots_have_no_gradients_to_add_and_share_their_memory():
     experts = SlotExperts(module, 2)
     for parameter in module.parameters():
         parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+    module.requires_grad_(False)  # As adapters are while a reference computes, which may bind slots.
     experts.bind([None, experts.parameters[0], None, None, experts.parameters[1], None], for_iteration=True)
+    module.requires_grad_(True)
     body = experts._body
     blanks = [body.linear_fc1._parameters[f"weight{index}"] for index in (0, 2, 3, 5)]
     assert len({id(p) for p in blanks}) == 4
@@ -125,6 +127,29 @@ def test_adapters_that_a_host_switches_off_are_off_in_all_slots():
             experts.places.check_unchanged(module)
         with pytest.raises(ConfigurationError, match="were frozen when DDP"):
             experts.places.check_unchanged(module)
+
+
+@on_ranks(2, ep=2)
+def test_adapters_of_another_data_type_or_scale_than_others_are_refused():
+    """An expert travels as one tensor, and a re-shard lets it compute in the place of another layer's."""
+    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
+
+    for words, change in (
+        ("data types torch.bfloat16 and torch.float32", torch.nn.Module.bfloat16),
+        ("different LoRA adapters", lambda down: setattr(down, "scaling", {"default": 4})),
+    ):
+        session, config = session_of("fssdp", {"reshard_interval": 2}), moe_config(2, HIDDEN, EXPERTS)
+        first, second = (build_layer(config, "", {}, stock=True, adapters="mcore_bridge") for _ in range(2))
+        StrategyMoELayer.of(first, session)
+        change(second.experts.local_experts[1].linear_fc2.lora_A)
+        with pytest.raises(ConfigurationError, match=words):
+            StrategyMoELayer.of(second, session)
+    # Before Megatron-Bridge summed their gradients, adapters of grouped experts differed between ranks.
+    config = moe_config(2, HIDDEN, EXPERTS, moe_grouped_gemm=True)
+    layer = build_layer(config, "", {}, stock=True, adapters="bridge")
+    layer.experts.linear_fc2.adapter._allreduce_shared_expert_grad = None
+    with pytest.raises(ConfigurationError, match="of one for those of all ranks"):
+        StrategyMoELayer.of(layer, session_of("fssdp", {}))
 
 
 def draw():
