@@ -59,7 +59,14 @@ class ExpertPlaces:
         places = _places(module, num_experts)
         tensors_of_place = zip(*_parameters_at(places, module, num_experts), strict=True)
         own = [any(tensor.requires_grad for tensor in tensors) for tensors in tensors_of_place]
-        trained = [any(flags) for flags in zip(*(of_all_ranks(own, group) if group else [own]), strict=True)]
+        self._scales = _scales_of(module)
+        facts = of_all_ranks((own, self._scales), group) if group else [(own, self._scales)]
+        if len(set(chain(*(of_rank for _, of_rank in facts)))) > 1:
+            raise ConfigurationError(
+                "experts: got LoRA adapters with several scales (alpha) in a layer, wanted one, because "
+                f"replicas have that of their device; give all experts one, or {_LEAVE_OUT}"
+            )
+        trained = [any(flags) for flags in zip(*(of_rank for of_rank, _ in facts), strict=True)]
         order = sorted(range(len(places)), key=lambda number: not trained[number])
         self.places, self.num_trained = [places[number] for number in order], sum(trained)
         self.parameters = _parameters_at(self.places, module, num_experts)  # as Megatron registered them
@@ -85,8 +92,7 @@ class ExpertPlaces:
         """What experts of two layers have in common that can take each other's place."""
         places = [(re.sub(_BASE, "", layer), name) for layer, name in self.places]
         # Grouped experts compute by the layers of their own module, others by those that their places have.
-        parts = chain.from_iterable(mlp.named_modules() for mlp in getattr(self.module, "local_experts", ()))
-        return places, {(path, str(_scale_of(part))) for path, part in parts if _scale_of(part) is not None}
+        return places, self._scales if hasattr(self.module, "local_experts") else None
 
     def layers(self, expert: Any) -> list[Any]:
         """The layers of an expert, or of grouped experts, that have the Parameters of the places."""
@@ -210,9 +216,15 @@ def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
     return [(type(module), tuple(module._parameters), tuple(module._modules)) for module in experts.modules()]
 
 
-def _scale_of(module: Any) -> Any:
-    """By what an adapter's output is multiplied, if this is an adapter."""
-    return getattr(module, "scaling", getattr(module, "alpha", None))
+def _scales_of(experts: Any) -> set[tuple[tuple[str, str], ...]]:
+    """By what each expert's adapters multiply their output, with their paths; one if all experts are alike."""
+
+    def scales(expert: Any) -> Iterator[tuple[str, str]]:
+        for path, part in expert.named_modules():
+            if (scale := getattr(part, "scaling", getattr(part, "alpha", None))) is not None:
+                yield path, str(scale)
+
+    return {tuple(scales(expert)) for expert in getattr(experts, "local_experts", [experts])}
 
 
 def _method_of(module: Any) -> str | None:

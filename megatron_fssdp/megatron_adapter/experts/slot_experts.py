@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.expert_places import LINEARS, ExpertPlaces, is_adapted, is_shared
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout, ExpertParameters
 
@@ -103,6 +104,11 @@ class SlotExperts:
         body = self._body
         # Hosts switch adapters off for some passes, as in those of a reference.
         for copy, adapted in self._adapted:
+            if getattr(adapted, "merged", False) and getattr(adapted, "disable_adapters", False):
+                raise ConfigurationError(
+                    "experts: got adapters that are merged and switched off, wanted one of both, because "
+                    "each copy of a layer would take them out of the weights; call unmerge_adapter() before"
+                )
             vars(copy).update({name: value for name, value in vars(adapted).items() if name != "_modules"})
         if body.training != self.module.training:
             body.train(self.module.training)

@@ -118,9 +118,12 @@ def test_adapters_that_a_host_switches_off_are_off_in_all_slots():
             for layer in module.modules():
                 if hasattr(layer, "is_off"):
                     layer.is_off = is_off
-            outputs.append(module(*given)[0])
+            outputs.append(module(*given)[0].detach())
             torch.testing.assert_close(experts.compute(*given)[0], outputs[-1])
         assert not torch.allclose(outputs[0], outputs[1])
+        experts._adapted[0][1].merged = experts._adapted[0][1].disable_adapters = True
+        with pytest.raises(ConfigurationError, match="unmerge"):
+            experts.compute(*given)
         experts.places.check_unchanged(module)
         experts.parameters[0][-1].requires_grad_(True)
         with torch.no_grad():
@@ -134,14 +137,19 @@ def test_adapters_of_another_data_type_or_scale_than_others_are_refused():
     """An expert travels as one tensor, and a re-shard lets it compute in the place of another layer's."""
     from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
-    for words, change in (
-        ("data types torch.bfloat16 and torch.float32", torch.nn.Module.bfloat16),
-        ("different LoRA adapters", lambda down: setattr(down, "scaling", {"default": 4})),
+    def scale(down):
+        down.scaling = {"default": 4}
+
+    for words, change, experts in (
+        ("data types torch.bfloat16 and torch.float32", torch.nn.Module.bfloat16, slice(1)),
+        ("several scales", scale, slice(1)),
+        ("different LoRA adapters", scale, slice(None)),
     ):
         session, config = session_of("fssdp", {"reshard_interval": 2}), moe_config(2, HIDDEN, EXPERTS)
         first, second = (build_layer(config, "", {}, stock=True, adapters="mcore_bridge") for _ in range(2))
         StrategyMoELayer.of(first, session)
-        change(second.experts.local_experts[1].linear_fc2.lora_A)
+        for expert in second.experts.local_experts[experts]:
+            change(expert.linear_fc2.lora_A)
         with pytest.raises(ConfigurationError, match=words):
             StrategyMoELayer.of(second, session)
     # Before Megatron-Bridge summed their gradients, adapters of grouped experts differed between ranks.
