@@ -217,7 +217,7 @@ def _structure_of(experts: Any) -> list[tuple[Any, ...]]:
 
 
 def _scales_of(experts: Any) -> set[tuple[tuple[str, str], ...]]:
-    """By what each expert's adapters multiply their output, with their paths; one if all experts are alike."""
+    """By what the adapters of an expert multiply their output, by path; one element if experts are alike."""
 
     def scales(expert: Any) -> Iterator[tuple[str, str]]:
         for path, part in expert.named_modules():
