@@ -143,7 +143,7 @@ def say(rank=None, **facts):
     """Print a line of JSON, on one rank or on the last one."""
     wanted = int(os.environ["WORLD_SIZE"]) - 1 if rank is None else rank
     if int(os.environ["RANK"]) == wanted:
-        sys.stdout.write(json.dumps(facts) + "\n")
+        sys.stdout.write(f"\n{json.dumps(facts)}\n")  # Another rank may be in the middle of a line.
         sys.stdout.flush()
 
 
