@@ -40,10 +40,19 @@ def kernel(name: str) -> ModuleType:
     return _kernels()[0][name]
 
 
+TIMES_SLOWER = 100
+"""About how much longer the kernels take as plain Python."""
+
+
+def is_compiled() -> bool:
+    """Whether this process has compiled kernels."""
+    return not _kernels()[1]
+
+
 def kernel_form() -> str:
     """The form of the kernels in this process, for logs."""
     reason = _kernels()[1]
-    return f"plain Python, about 100 times slower ({reason})" if reason else "compiled"
+    return f"plain Python, about {TIMES_SLOWER} times slower ({reason})" if reason else "compiled"
 
 
 def source_digest() -> int:

@@ -99,11 +99,17 @@ class LoadHint:
 
     def gather(self) -> list[dict[str, Any]]:
         """Return what every expert-parallel group knows, with its global ranks. Collective."""
-        own, known = self._ranks(), None
-        if own[:1] == [dist.get_rank()]:  # All ranks of the group know the same.
-            layers = {str(n): _plain(history.state()) for n, history in self._histories()}
-            known = {"ranks": own, "layers": layers}
-        return [known for known in of_all_ranks(known) if known is not None]
+        own, groups = self._ranks(), list[dict[str, Any]]()
+        # All ranks of a group know the same. One gather would take the largest part once for each rank, on
+        # the device.
+        for first in sorted({ranks[0] for ranks in of_all_ranks(own) if ranks}):
+            known: list[Any] = [None]
+            if first == dist.get_rank():
+                layers = {str(n): _plain(history.state()) for n, history in self._histories()}
+                known = [{"ranks": own, "layers": layers}]
+            dist.broadcast_object_list(known, src=first)
+            groups += known
+        return groups
 
     def take(self, hint: Any) -> None:
         """Continue with the saved loads, if they are those of this run's groups and layers."""

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import megatron.core.utils
@@ -41,6 +42,7 @@ _waiting: dict[Any, Callable[[], object]] = {}  # what starts the reduction of a
 _finishing: list[Any] = []  # A reduction that starts when these groups finish must not wait.
 _moves = [0]  # how often Parameters got experts of other layers
 _accumulating: set[torch.cuda.Stream] = set()  # Streams on which DDP adds gradients of experts.
+_gathering = weakref.WeakSet[Any]()  # DDPs that have hooks to finish gathers of parameters
 
 
 @dataclass
@@ -87,10 +89,10 @@ def await_parameters(experts: torch.nn.Module) -> None:
     if hasattr(megatron.core.utils, "ensure_params_ready"):  # after Megatron 0.19
         megatron.core.utils.ensure_params_ready(experts.parameters())
         return
-    for module in experts.modules():
-        for hook in list(module._forward_pre_hooks.values()):
-            if getattr(hook, "__qualname__", "").startswith("DistributedDataParallel._make_forward_pre_hook"):
-                hook(module)
+    handles = [ddp.remove_forward_pre_hook_handles for ddp in _gathering]
+    for module, of_ddp in product(experts.modules(), handles):
+        if module in of_ddp:
+            module._forward_pre_hooks[of_ddp[module].id](module)
 
 
 def await_gradients() -> None:
@@ -113,9 +115,15 @@ def forget_waiting(layers: Collection[SlotLayer]) -> None:
 
 @cache  # once in a process
 def _install() -> None:
+    wrap(DistributedDataParallel, "enable_forward_pre_hook", _note_hooks)
     wrap(DistributedDataParallel, "_make_backward_post_hook", _note_stream)
     wrap(_ParamAndGradBucketGroup, "start_grad_sync", _start_when_home)
     wrap(_ParamAndGradBucketGroup, "finish_grad_sync", _finish_when_home)
+
+
+def _note_hooks(enable: Any, ddp: Any) -> None:
+    enable(ddp)
+    _gathering.add(ddp)
 
 
 def _note_stream(make: Any, ddp: Any, parameter: torch.nn.Parameter) -> Any:

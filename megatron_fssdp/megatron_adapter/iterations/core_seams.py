@@ -151,8 +151,9 @@ def _when_home(read: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _step(step: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    ending = [model for model in models_of(self) if model.begin_step(self)]
+    ending = list[ModelIterations]()
     try:
+        ending += (model for model in models_of(self) if model.begin_step(self))
         results = step(self, *args, **kwargs)
     finally:
         for model in ending:

@@ -27,6 +27,7 @@ from megatron_fssdp.megatron_adapter.iterations.stage_records import (
     IterationFacts,
     RankRecord,
     by_stage,
+    firsts,
     gathered,
 )
 from megatron_fssdp.megatron_adapter.layer.model_layers import trained_layers
@@ -109,6 +110,7 @@ class RunRecorder:
         self.record_dir, self._strategy, self._host = record_dir, strategy, host
         self._to_boards, self._has_begun = host.has_boards, False
         self._last_load_E: dict[int, np.ndarray] = {}
+        self._firsts = firsts()
         # Global rank 0 writes files. Those of arrays are opened with the first iteration that has MoE layers.
         self._metrics: MetricsWriter | None = None
         self._arrays: tuple[LoadsWriter, PlacementsWriter, MicroBatchLoadsWriter] | None = None
@@ -131,7 +133,7 @@ class RunRecorder:
         is_logged = self._is_logged(iteration)
         single_bytes = sum(4 * len(load.micro_batches) * load.counts_DE.size for load in loads)
         keeps = single_bytes <= MOST_SENT_BYTES and self.record_dir is not None
-        records = gathered(facts, loads, of_micro_batches=keeps)
+        records = gathered(facts, loads, self._firsts, of_micro_batches=keeps)
         stages = by_stage(records)
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
         has_peaks = is_logged or iteration in (1, self._host.train_iters)
@@ -166,9 +168,21 @@ class RunRecorder:
                 ),
             )
             self._last_load_E = {load.layer: load.counts_DE.sum(axis=0) for load in all_loads}
-            self._write(metrics, all_loads)
+            self._write_or_stop(metrics, all_loads)
         if self._to_boards and is_logged:
             _write_to_boards(metrics, all_loads, self._host.boards())
+
+    def _write_or_stop(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
+        """Write an iteration. A folder that later cannot be written ends the records, not the training."""
+        try:
+            self._write(metrics, loads)
+        except ConfigurationError as error:
+            if metrics.session is not None:
+                raise
+            self._metrics = None
+            logger.warning(
+                f"[fssdp] iteration {metrics.iteration}: records end here, training goes on: {error}"
+            )
 
     def _write(self, metrics: IterationMetrics, loads: list[LayerLoad]) -> None:
         if self._metrics is None or self.record_dir is None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_fssdp.collectives.all_ranks import of_all_ranks
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ReshardReport
 from megatron_fssdp.runtime.clocks.pass_timer import PassSeconds
 from megatron_fssdp.runtime.layers.layer_load import LayerLoad
@@ -83,18 +84,42 @@ class RankRecord:
     peak_bytes: int = field(default_factory=_peak_bytes)
 
 
-def gathered(facts: IterationFacts, loads: list[LayerLoad], *, of_micro_batches: bool) -> list[RankRecord]:
-    """Return the records of all ranks on global rank 0, and an empty list elsewhere. Collective."""
+def firsts() -> dist.ProcessGroup:
+    """Make a group of the first ranks of all expert-parallel groups, and rank 0. Collective over all ranks.
+
+    Only these gather loads: NCCL takes the longest part of a gather once for each rank, on the device of
+    rank 0.
+    """
+    places = of_all_ranks(parallel_state.get_expert_model_parallel_rank())
+    ranks = [rank for rank, place in enumerate(places) if not (rank and place)]
+    group: dist.ProcessGroup = parallel_state.create_group(ranks, group_desc="FSSDP_RECORDS_GROUP")
+    return group
+
+
+def gathered(
+    facts: IterationFacts, loads: list[LayerLoad], group: dist.ProcessGroup, *, of_micro_batches: bool
+) -> list[RankRecord]:
+    """Return the records of all ranks on global rank 0, and an empty list elsewhere. Collective.
+
+    The ``group`` is that of :func:`firsts`.
+    """
     passes = [(load.forward, load.backward) for load in loads]
-    reported = [
-        replace(load, micro_batches=[], counts_ZDE=load.single_counts() if of_micro_batches else None)
-        for load in ([] if parallel_state.get_expert_model_parallel_rank() else loads)
-    ]
     reshard, sequences = facts.reshard or ReshardReport(0, 0, 0.0), (facts.num_sequences, facts.seq_length)
-    own = RankRecord(facts.loss, reported, passes, reshard, facts.selection, sequences)
-    records: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, records)
-    return records or []
+    records = _gathered(RankRecord(facts.loss, [], passes, reshard, facts.selection, sequences), None)
+    if parallel_state.get_expert_model_parallel_rank() == 0 or dist.get_rank() == 0:
+        reported = [
+            replace(load, micro_batches=[], counts_ZDE=load.single_counts() if of_micro_batches else None)
+            for load in loads
+        ]
+        for rank, of_rank in _gathered((dist.get_rank(), reported), group):
+            records[rank] = replace(records[rank], loads=of_rank)
+    return records
+
+
+def _gathered(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else []
+    dist.gather_object(own, values or None, dst=0, group=group)
+    return values
 
 
 def by_stage(records: Sequence[RankRecord]) -> list[RankRecord]:

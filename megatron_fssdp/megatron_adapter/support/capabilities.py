@@ -30,9 +30,12 @@ SEAMS = {
     "megatron.core.pipeline_parallel.schedules": """forward_backward_no_pipelining
         forward_backward_pipelining_with_interleaving forward_backward_pipelining_without_interleaving""",
     "megatron.core.optimizer.optimizer": """ChainedOptimizer.step MixedPrecisionOptimizer.step
-        FP32Optimizer.step MegatronOptimizer.prepare_grads MegatronOptimizer.get_grad_norm""",
-    "megatron.core.optimizer.distrib_optimizer": "DistributedOptimizer._get_model_param_range_map",
-    "megatron.core.distributed": """DistributedDataParallel._make_forward_pre_hook
+        FP32Optimizer.step MegatronOptimizer.prepare_grads MegatronOptimizer.get_grad_norm
+        MegatronOptimizer.step_with_ready_grads""",
+    "megatron.core.optimizer.distrib_optimizer": """DistributedOptimizer._get_model_param_range_map
+        DistributedOptimizer.sharded_param_state_dp_reshardable
+        DistributedOptimizer.sharded_param_state_dp_zero""",
+    "megatron.core.distributed": """DistributedDataParallel.enable_forward_pre_hook
         DistributedDataParallel._make_backward_post_hook DistributedDataParallel.scale_gradients
         DistributedDataParallel.expert_parallel_bucket_groups
         DistributedDataParallel.remove_forward_pre_hook_handles

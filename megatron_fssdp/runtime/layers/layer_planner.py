@@ -103,16 +103,20 @@ class LayerPlanner:
             own = [packed(_plan_alone(layer)) for planner, layer in lacking if planner == rank]
         except Exception as error:  # The others wait for this rank.
             own = error
-        by_rank = [pickle.loads(answer) for answer in self._gather(pickle.dumps(own), device)]
+        try:
+            message = pickle.dumps(own)
+        except Exception:  # An error may hold anything.
+            message = pickle.dumps(RuntimeError(repr(own)))
+        by_rank = [pickle.loads(answer) for answer in self._gather(message, device)]
         for answer in (own, *by_rank):
             if isinstance(answer, Exception):
                 raise answer
         answers = [iter(answer) for answer in by_rank]
         for planner, layer in lacking:
-            message, known, context = next(answers[planner]), self._received.get(layer), layer.context
+            plan, known, context = next(answers[planner]), self._received.get(layer), layer.context
             # Plans often stay from one iteration to the next.
-            if known is None or known[0] != message or known[1] is not context:
-                known = self._received[layer] = message, context, unpacked(message, context)
+            if known is None or known[0] != plan or known[1] is not context:
+                known = self._received[layer] = plan, context, unpacked(plan, context)
             self._planned[layer] = known[2]
 
     def _gather(self, own: bytes, device: torch.device) -> list[bytes]:

@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from megatron_fssdp.planning.compiled_form import TIMES_SLOWER, is_compiled
 from megatron_fssdp.planning.cost.host_seconds import MEASURED
 from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
 from megatron_fssdp.planning.loads import LoadHistory
@@ -53,7 +54,8 @@ MOST_COMPARED = 0.01
 def planning_s(context: LayerContext) -> tuple[float, float]:
     """Seconds in which the host corrects a plan of a layer of this size, and plans one micro-batch."""
     host = MEASURED.of_layer("fssdp", context.num_experts, context.num_devices)
-    return host.correction_s, host.after_gate_s + host.dispatch_s
+    times = 1 if is_compiled() else TIMES_SLOWER
+    return times * host.correction_s, times * (host.after_gate_s + host.dispatch_s)
 
 
 @lru_cache(maxsize=512)

@@ -2,6 +2,7 @@ import weakref
 from functools import partial
 from types import SimpleNamespace
 
+import megatron.core.utils
 import torch
 
 from megatron_fssdp.megatron_adapter.experts import gradient_sync
@@ -30,3 +31,20 @@ def test_a_reduction_for_which_megatron_keeps_no_handle_starts_once_in_an_iterat
         gradient_sync._finish_when_home(lambda _: None, group)
         assert len(starts) == iteration
         assert group.grad_reduce_handle is None
+
+
+def test_gathers_of_parameters_are_finished_whatever_the_hooks_of_ddp_are_called(monkeypatch):
+    monkeypatch.delattr(megatron.core.utils, "ensure_params_ready", raising=False)
+    experts, ran = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)), []
+    experts[0].register_forward_pre_hook(lambda *_: ran.append("another's"))
+    handles = {
+        part: part.register_forward_pre_hook(partial(lambda part: ran.append(part))) for part in experts
+    }
+    ddp = HomeLayer()
+    ddp.remove_forward_pre_hook_handles = handles
+    gradient_sync._note_hooks(lambda _: None, ddp)
+    gradient_sync.await_parameters(experts)
+    assert ran == [*experts]
+    handles.clear()  # as DDP does for an evaluation
+    gradient_sync.await_parameters(experts)
+    assert len(ran) == 2

@@ -4,10 +4,15 @@ import os
 import sys
 import types
 from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder
 from megatron_fssdp.records.loads import read_loads, read_micro_batch_loads
 from megatron_fssdp.records.metrics import RunSession, read_metrics
 from megatron_fssdp.records.placements import read_placements
@@ -277,3 +282,18 @@ def note_and_fake_wandb():
     module.finish = lambda *_: None
     module.run = types.SimpleNamespace(dir="", log_artifact=lambda *_: None)
     sys.modules["wandb"] = module
+
+
+def test_records_that_cannot_go_on_end_alone(caplog):
+    recorder = object.__new__(RunRecorder)
+    recorder._metrics = mock.Mock(append=mock.Mock(side_effect=ConfigurationError("record_dir: disk full")))
+    recorder.record_dir = Path("folder")
+    metrics = SimpleNamespace(iteration=7, session=None)
+    for _ in range(2):
+        recorder._write_or_stop(metrics, [])
+    assert [record.getMessage() for record in caplog.records] == [
+        "[fssdp] iteration 7: records end here, training goes on: record_dir: disk full"
+    ]
+    recorder._metrics = mock.Mock(append=mock.Mock(side_effect=ConfigurationError("record_dir: disk full")))
+    with pytest.raises(ConfigurationError):  # A run begins only if its records do.
+        recorder._write_or_stop(SimpleNamespace(iteration=1, session="first"), [])

@@ -21,12 +21,14 @@ class Shared(DrawnPlacements):
 
     def __init__(self, case):
         super().__init__(case)
-        self.shares_plans, self.asked, self.fails_at = True, [], 0
+        self.shares_plans, self.asked, self.fails_at, self.holds = True, [], 0, None
 
     def before_gate(self, context, history):
         self.asked.append(context.layer)
         if context.layer == self.fails_at:
-            raise ValueError("no plan for this layer")
+            error = ValueError("no plan for this layer")
+            error.cause = self.holds
+            raise error
         return super().before_gate(context, history)
 
 
@@ -77,6 +79,11 @@ def test_a_layer_is_planned_by_one_rank_for_all():
         assert run.layers[1].slots.passes.plan == run.layers[1].slots.local.context.owners_only
     run.strategy.fails_at = 2
     with pytest.raises(ValueError, match="no plan for this layer"):
+        iterate(run)
+    run.strategy.holds = (nothing for nothing in ())  # No message can have it.
+    run.runtime.reset_gradients()
+    fails_here = dist.get_rank() == 1
+    with pytest.raises(ValueError if fails_here else RuntimeError, match="no plan for this layer"):
         iterate(run)
 
 
