@@ -166,8 +166,9 @@ def _package(point: EntryPoint) -> str:
 def shipped(
     settings: type[StrategySettings], strategy: str | None, colour: str, **marks: Any
 ) -> RegisteredStrategy:
-    """The entry of a shipped strategy, whose name and summary are in the docstring of its settings."""
-    name, summary = inspect.cleandoc(settings.__doc__ or "").removeprefix("``").rstrip(".").split("``: ", 1)
+    """The entry of a shipped strategy. Its folder has its name, and its settings' docstring a summary."""
+    name = settings.__module__.rpartition(".")[2]
+    summary = inspect.cleandoc(settings.__doc__ or "").partition("``: ")[2].rstrip(".")  # none under -OO
     path = None if strategy is None else f"megatron_fssdp.strategies.{strategy}"
     return RegisteredStrategy(name, settings, path, summary, colour, **marks)
 

@@ -18,7 +18,7 @@ from megatron_fssdp.strategies.none import NoneSettings
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
 
-from ...support.python_process import ROOT, run_python
+from ...support.python_process import ROOT, python_output, run_python
 
 
 class MadeSettings(PlacementSettings):
@@ -137,6 +137,11 @@ def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_pa
     )
     done = run_with(tmp_path, code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_strategies_have_their_names_without_docstrings():
+    code = "from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES; print(*STRATEGIES)"
+    assert python_output("-OO", "-c", code).split() == [*STRATEGIES]
 
 
 # --- auto
