@@ -25,7 +25,7 @@ def configs_command(
         ),
     ] = None,
 ) -> None:
-    """List the runs and clusters that come with the package, or print one of them as YAML."""
+    """List the runs, models and clusters that come with the package, or print one of them as YAML."""
     from megatron_fssdp.config.run.composition import compose
     from megatron_fssdp.config.yaml_text import format_yaml
 

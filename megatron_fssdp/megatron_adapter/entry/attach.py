@@ -36,6 +36,8 @@ def attach(strategy: str, settings: Mapping[str, Any] | None = None, *, host: An
     Raises:
         ConfigurationError: A name or value is invalid, or the installed megatron-core lacks a seam.
     """
+    if not isinstance(settings or {}, Mapping):
+        raise ConfigurationError(f"settings: got {settings!r}, wanted a mapping, as in {{'slots': 2}}")
     validated = strategy_settings(strategy, dict(settings or {}), "settings")
     attachment = Attachment(strategy, validated, HostSettings.of(host))
     if host is not None:

@@ -65,7 +65,7 @@ class IterationDriver:
         # What was moved, and what auto selected, before the running iteration.
         self.reshard: ReshardReport | None = None
         self.selection: SelectionReport | None = None
-        self._iterations_to_measure = self._measured_replicas_bytes = 0
+        self._iterations_to_measure = self._measured_replicas_bytes = self._peak_bytes = 0
         self._most_micro_batches = 0  # of an iteration so far; not every loop announces all of them before
         self._began_s = 0.0
         self._number = 0
@@ -238,6 +238,9 @@ class IterationDriver:
         if any(layer.local.stopwatch is not None for layer in self.runtime.layers):
             num_bytes = self._replicas_bytes(plans, loads)
             self._measured_replicas_bytes = max(self._measured_replicas_bytes, num_bytes)
+            # Hosts reset torch's peak, for reports of their own.
+            if torch.cuda.is_available():
+                self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated())
         return loads
 
     def tell_end(self) -> None:
@@ -273,7 +276,7 @@ class IterationDriver:
         profile_layers(
             layers,
             self._groups_of_owners,
-            free_bytes=_free_bytes(self._measured_replicas_bytes),
+            free_bytes=_free_bytes(self._peak_bytes - self._measured_replicas_bytes),
             token_bytes=self._host.hidden_size * layout.dtype.itemsize,
             owned_bytes=optimizer.owned_bytes(layout.num_bytes, layout.trained_numel, copies.size()),
             num_micro_batches=num_micro_batches,
@@ -333,11 +336,10 @@ class IterationDriver:
         return StageLoads(contexts, total.cpu().numpy(), max(int(num_known), 1))
 
 
-def _free_bytes(replicas_bytes: int) -> int:
-    """Return the free bytes at the peak of an iteration, which has ``replicas_bytes``, without replicas."""
+def _free_bytes(peak_bytes: int) -> int:
+    """Return the free bytes at the peak of an iteration, at which torch has allocated ``peak_bytes``."""
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
-        peak = torch.cuda.max_memory_allocated() - replicas_bytes
-        return max(0, free + torch.cuda.memory_reserved() - peak)
+        return max(0, free + torch.cuda.memory_reserved() - peak_bytes)
     available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return available_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

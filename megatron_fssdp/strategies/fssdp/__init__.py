@@ -29,10 +29,10 @@ class FssdpSettings(SlotKeys):
     )
     planner: Literal["balanced", "hecate"] = setting(
         "balanced",
-        "'balanced' searches for the placement with the fewest modelled seconds, which is never worse than "
-        "plain expert parallelism. 'hecate' is the paper's system: Alg. 1, and calibration (§4.2), which "
-        "adds replicas to free slots after the gate where that saves time. The host then waits for the "
-        "counts of an iteration's first micro-batch in every layer.",
+        "'balanced' searches for the placement with the fewest modelled seconds, owners alone among them. "
+        "'hecate' is the paper's system: Alg. 1, and calibration (§4.2), which adds replicas to free slots "
+        "after the gate where that saves time. The host then waits for the counts of an iteration's first "
+        "micro-batch in every layer.",
     )
     overlap: bool = setting(
         True,

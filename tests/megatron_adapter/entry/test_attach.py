@@ -33,6 +33,8 @@ def test_the_environment_asks_for_a_strategy_with_settings():
     assert (current().name, current().settings.slots) == ("prophet", 2)
     with pytest.raises(ConfigurationError, match="slots"):
         megatron_fssdp.attach("fssdp", {"slots": -1})
+    with pytest.raises(ConfigurationError, match="got 'slots=2', wanted a mapping"):
+        megatron_fssdp.attach("fssdp", "slots=2")
 
 
 @dataclass
