@@ -1,6 +1,7 @@
 """Point-to-point messages between the ranks of a group."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -63,6 +64,16 @@ def wait_for(works: Iterable[dist.Work]) -> None:
     """Wait until all of these operations are complete; on CUDA the current stream waits, not the host."""
     for work in dict.fromkeys(works):
         work.wait()
+
+
+@contextmanager
+def naming_failures(place: str) -> Iterator[None]:
+    """Note ``place`` in errors, as a lost connection does not show which operation it interrupted."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {place}")
+        raise
 
 
 def connect_pairs(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fssdp.collectives.failure_place import naming_failures
-from megatron_fssdp.collectives.messages import connect_pairs, start_exchange, wait_for
+from megatron_fssdp.collectives.messages import connect_pairs, naming_failures, start_exchange, wait_for
 from megatron_fssdp.collectives.sparse.peer_memory import NO_PUTS, WeightPuts
 from megatron_fssdp.collectives.sparse.transfer_cargo import (
     Arrivals,

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.utils import log_single_rank
 
 from megatron_fssdp.collectives.all_ranks import of_all_ranks
-from megatron_fssdp.collectives.failure_place import naming_failures
+from megatron_fssdp.collectives.messages import naming_failures
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertSlots
 from megatron_fssdp.megatron_adapter.experts.named_copies import slots_in
 from megatron_fssdp.megatron_adapter.layer.strategy_session import StrategySession

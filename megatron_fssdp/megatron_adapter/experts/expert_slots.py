@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fssdp.collectives.all_ranks import of_all_ranks
+from megatron_fssdp.collectives.all_ranks import check_agreement
 from megatron_fssdp.collectives.device_clock import synchronized_s
-from megatron_fssdp.collectives.failure_place import naming_failures
+from megatron_fssdp.collectives.messages import naming_failures
 from megatron_fssdp.collectives.sparse import slot_exchange
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
@@ -82,15 +82,6 @@ class ExpertResharding:
         slot_bytes = sum(quantity.num_elements * quantity.dtype.itemsize for quantity in quantities)
         leaving = sum(move.source_device != move.device for move in moves)
         return ReshardReport(len(moves), leaving * slot_bytes, synchronized_s() - started_s)
-
-    def agree_on(self, digest: bytes, subject: str) -> None:
-        """Raise a RuntimeError on all ranks of both groups unless their digests of ``subject`` are equal."""
-        of_devices = of_all_ranks(digest, self.expert_parallel)
-        if len(set(chain(*of_all_ranks(of_devices, self.expert_data_parallel)))) > 1:
-            raise RuntimeError(
-                f"[fssdp] {subject} is not the same on all ranks with experts of a pipeline stage, each of "
-                "which plans it alone; look for loads, settings or random numbers that differ between ranks"
-            )
 
 
 class ExpertSlots:
@@ -189,7 +180,8 @@ class ExpertSlots:
                 f"with {wanted[1]} slots each; make it from the present one, by OwnerMap.with_owners"
             )
         old = self.owners
-        resharding.agree_on(old.digest() + owners.digest(), "the owner map of a re-shard")
+        groups = resharding.expert_parallel, resharding.expert_data_parallel
+        check_agreement(old.digest() + owners.digest(), "the owner map of a re-shard", *groups)
         if not (moves := old.moves_to(owners)):
             return None
         report = resharding.move(moves, "a re-shard")

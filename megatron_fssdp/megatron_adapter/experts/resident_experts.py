@@ -21,6 +21,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 from torch.nn import Parameter
 
+from megatron_fssdp.collectives.all_ranks import check_agreement
 from megatron_fssdp.collectives.sparse.slot_exchange import SlotQuantity
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.expert_slots import ExpertResharding, ExpertSlots, ReshardReport
@@ -140,7 +141,8 @@ class ResidentExperts:
         It returns what was copied, or ``None`` if nothing changes. Ranks with other placements are an error.
         """
         digest = b"".join(placement.digest() for placement in placements)
-        self._contents.agree_on(digest, "the placement of resident replicas")
+        groups = self._contents.expert_parallel, self._contents.expert_data_parallel
+        check_agreement(digest, "the placement of resident replicas", *groups)
         new = self._map.holding(placements)
         copies = self._map.copies_to(new, self._owned.owners)
         if not copies and (new.expert_LDW == self._map.expert_LDW).all():

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_fssdp.collectives.all_ranks import check_agreement
 from megatron_fssdp.collectives.messages import connect_pairs
-from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.loading import load_yaml
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings, checks_plans, puts_weights
@@ -74,7 +74,7 @@ class StrategySession:
         peers = expert_tensor_parallel if expert_tensor_parallel.size() > 1 else None
         if peers is not None:
             # Plans depend on the topology, and peers must have equal plans.
-            check_agreement(repr(topology).encode(), peers, "the experts' node layout")
+            check_agreement(repr(topology).encode(), "the experts' node layout", peers)
         groups = self._groups[expert_parallel] = ExpertGroups(
             expert_parallel,
             topology,

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_fssdp.collectives.all_ranks import check_agreement
 from megatron_fssdp.collectives.gathered_counts import start_counts
-from megatron_fssdp.collectives.plan_agreement import check_agreement
 from megatron_fssdp.collectives.trace_names import traced
 from megatron_fssdp.collectives.transfer_lanes import stream_lane
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
@@ -84,9 +84,8 @@ class LayerPlanner:
         subject, iteration = f"the plan of layer {layer.context.layer}", layer.clock.iteration
         if iteration is not None:
             subject += f" in iteration {iteration}"
-        for group in (layer.groups.expert_parallel, layer.groups.expert_tensor_parallel):
-            if group is not None:
-                check_agreement(plan.digest(), group, subject)
+        peers = layer.groups.expert_tensor_parallel
+        check_agreement(plan.digest(), subject, layer.groups.expert_parallel, *filter(None, [peers]))
 
     def _plan_together(self, device: torch.device) -> None:
         """Plan all layers of the running iteration that have loads and no plan.
