@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter import KEEP_OWNERS
-from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings
+from megatron_fssdp.megatron_adapter.support.megatron_settings import MegatronSettings, Named
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.auto.auto_strategy import selecting
@@ -85,8 +85,8 @@ EVERY: tuple[Limit, ...] = (
         "remove --mlp-chunks-for-training"),
     Limit("never_run", "grouped tensors of Transformer Engine, hyper-connections (mHC), mxfp8 or zero copies "
         "in NCCL EP, torch.autocast, and offloading of whole layers",
-        lambda m, _: (m.moe_use_grouped_tensor and not m.use_transformer_engine_op_fuser) or m.never_run
-        or m.sends_mxfp8,
+        lambda m, _: m.never_run or m.sends_mxfp8
+        or (m.moe_use_grouped_tensor and not m.use_transformer_engine_op_fuser),
         "never run with experts in slots: remove --moe-use-grouped-tensor, --enable-mhc-connections, "
         "--moe-dispatch-fwd-dtype, --moe-combine-bwd-dtype, --moe-ncclep-zero-copy, enable_autocast and "
         "--cpu-offloading-num-layers"),
@@ -212,8 +212,9 @@ def check_limits(name: str, strategy: Strategy, m: MegatronSettings) -> None:
     """Refuse, by a ConfigurationError, settings of a model that the strategy of this name cannot serve."""
     who = f"--moe-strategy {name}"
     for _, feature, is_met, advice in (*EVERY, *SOME):
-        if is_met(m, strategy):
-            raise ConfigurationError(f"{who} does not support {feature}: {advice}")
+        if met := is_met(m, strategy):
+            got = f" (got {met})" if isinstance(met, Named) else ""
+            raise ConfigurationError(f"{who} does not support {feature}{got}: {advice}")
     if not m.experts:
         raise ConfigurationError(
             f"{who} needs a Mixture-of-Experts model: add --num-experts, or use --moe-strategy none"

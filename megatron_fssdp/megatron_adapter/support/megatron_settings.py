@@ -27,17 +27,22 @@ _D, _O = frozenset({"DistributedDataParallelConfig"}), frozenset({"OptimizerConf
 _B, _NEW = _A | _M, _A | _M | {OPTIONAL}
 
 
-def _read(convert: Callable[..., Any], *declared: frozenset[str] | str) -> Any:
-    """A field that ``convert`` makes of attributes' values; their names follow the classes that have them."""
+def _read(convert: Callable[..., Any] | None, *declared: frozenset[str] | str) -> Any:
+    """A field of attributes' values, or of names, without ``convert``; classes that have them come first."""
     names = {name: of for of, text in batched(declared, 2) for name in str(text).split()}
     return field(metadata={"convert": convert, "names": names})
 
 
 _value = partial(_read, lambda value: value)
 _flag = partial(_read, lambda *values: any(values))
+_names = partial(_read, None)
 _given = partial(_read, lambda *values: any(value is not None for value in values))
 _number = partial(_read, lambda *values: next(filter(None, values), 0))
 _size = partial(_read, lambda *values: next(filter(None, values), 1))
+
+
+class Named(str):
+    """Names of the settings that are given, of several that a field reads; empty without one."""
 
 
 def _weight_shards(tensor: Any, parts: Any, dense: Any, experts: Any, *sizes: Any) -> int:
@@ -110,21 +115,21 @@ class MegatronSettings:
         _B | _D, "delay_wgrad_compute", _B, "overlap_dispatch_backward_with_experts_wgrad")
     mlp_chunks_for_training: int = _size(_B, "mlp_chunks_for_training")
     moe_paged_stash: bool = _flag(_B, "moe_paged_stash")
-    never_run: bool = _flag(_NEW, "enable_mhc_connections",
+    never_run: str = _names(_NEW, "enable_mhc_connections",
         _B, "moe_ncclep_zero_copy cpu_offloading_num_layers", _M, "enable_autocast cpu_offloading")
     cuda_graph_impl: str | None = _value(_B, "cuda_graph_impl")
     enable_cuda_graph: bool = _flag(_B, "enable_cuda_graph")
     captured: frozenset[str] = _read(  # modules; none without graphs, and "full" for whole layers
         _captured, _B, "cuda_graph_modules", _A, "cuda_graph_scope_deprecated",
         _B, "cuda_graph_impl enable_cuda_graph external_cuda_graph")
-    other_ddp: bool = _flag(_A | _D, "use_megatron_fsdp", _D, "use_custom_fsdp", _A, "use_torch_fsdp2",
+    other_ddp: str = _names(_A | _D, "use_megatron_fsdp", _D, "use_custom_fsdp", _A, "use_torch_fsdp2",
         _B, "init_model_with_meta_device")
     use_mup: bool = _flag(_B, "use_mup")
     other_states: bool = _flag(_A | _O, "use_precision_aware_optimizer optimizer_cuda_graph")
-    other_training: bool = _flag(_B, "hybrid_context_parallel",
+    other_training: str = _names(_B, "hybrid_context_parallel",
         _A, "moe_use_upcycling perform_rl_step freeze_all_layers inprocess_restart fake_process_group")
     saves: bool = _given(_A, "save non_persistent_save_interval")
-    saves_slots: bool = _flag(
+    saves_slots: str = _names(
         _A, "save_activations_interval save_dgrads_interval save_tokens_per_expert_interval")
     saves_by_name: bool = _given(_A, "save_params_interval save_wgrads_interval")
     ckpt_format: str | None = _value(_A, "ckpt_format")
@@ -143,8 +148,10 @@ class MegatronSettings:
             values = (getattr(source, name, None) for source in sources)
             return next((value for value in values if value is not None and value is not False), None)
 
-        read = {field.name: field.metadata for field in fields(cls) if field.metadata}
-        return cls(**{name: how["convert"](*map(value, how["names"])) for name, how in read.items()})
+        def read(convert: Callable[..., Any] | None, names: Mapping[str, Any]) -> Any:
+            return convert(*map(value, names)) if convert else Named(", ".join(filter(value, names)))
+
+        return cls(**{field.name: read(**field.metadata) for field in fields(cls) if field.metadata})
 
     @property
     def captures_preprocess(self) -> bool:

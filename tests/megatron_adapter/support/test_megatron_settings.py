@@ -14,9 +14,14 @@ def test_the_first_source_with_a_value_counts():
     ddp = DistributedDataParallelConfig(use_megatron_fsdp=True)
     optimizer = OptimizerConfig(optimizer_cuda_graph=True)
     asked = MegatronSettings.of(args, config, None, ddp, optimizer)
-    assert (asked.experts, asked.fp16, asked.other_ddp, asked.other_states) == (8, True, True, True)
+    assert (asked.experts, asked.fp16, asked.other_ddp, asked.other_states) == (
+        8,
+        True,
+        "use_megatron_fsdp",
+        True,
+    )
     alone = MegatronSettings.of(args)
-    assert (alone.experts, alone.fp16, alone.other_ddp, alone.other_states) == (4, True, False, False)
+    assert (alone.experts, alone.fp16, alone.other_ddp, alone.other_states) == (4, True, "", False)
     assert MegatronSettings.of(HostSettings((args, config, ddp, optimizer))) == asked
 
 
