@@ -57,7 +57,7 @@ def _has_fixed_slots(s: Strategy) -> bool:
 EVERY: tuple[Limit, ...] = (
     Limit("biases_of_sequences", "biases of experts under sequence parallelism",
         lambda m, _: m.tensor_ranks > 1 and not m.equal_tokens and m.add_bias_linear,
-        "add --disable-bias-linear"),
+        "add --disable-bias-linear, or use --tensor-model-parallel-size 1"),
     Limit("quantized_parameters", "parameters in fp8 or fp4", lambda m, _: m.quantizes_parameters,
         "weights travel to replicas in bf16, fp16 or fp32, and Transformer Engine quantizes them there: "
         "remove --fp8-param-gather and --fp4-param-gather"),

@@ -51,10 +51,12 @@ def _weight_shards(tensor: Any, parts: Any, dense: Any, experts: Any, *sizes: An
     return max(*(size or 1 for size in sizes), (experts or parts) // parts, (dense or tensor) // tensor)
 
 
-def _captured(modules: Any, scope: Any, implementation: str | None, *old_flags: Any) -> frozenset[str]:
+def _captured(
+    scope: Any, old_scope: Any, modules: Any, implementation: str | None, *old_flags: Any
+) -> frozenset[str]:
     if (implementation or "none") == "none" and not any(old_flags):
         return frozenset()
-    modules = modules or scope or ()
+    modules = scope or old_scope or modules or ()
     if isinstance(modules, str) or hasattr(modules, "name"):
         modules = (modules,)
     return frozenset(str(getattr(module, "name", module)) for module in modules) - {"full"} or frozenset(
@@ -120,8 +122,8 @@ class MegatronSettings:
     cuda_graph_impl: str | None = _value(_B, "cuda_graph_impl")
     enable_cuda_graph: bool = _flag(_B, "enable_cuda_graph")
     captured: frozenset[str] = _read(  # modules; none without graphs, and "full" for whole layers
-        _captured, _B, "cuda_graph_modules", _A, "cuda_graph_scope_deprecated",
-        _B, "cuda_graph_impl enable_cuda_graph external_cuda_graph")
+        _captured, _M | {OPTIONAL}, "cuda_graph_scope", _A, "cuda_graph_scope_deprecated",
+        _B, "cuda_graph_modules cuda_graph_impl enable_cuda_graph external_cuda_graph")
     other_ddp: str = _names(_A | _D, "use_megatron_fsdp", _D, "use_custom_fsdp", _A, "use_torch_fsdp2",
         _B, "init_model_with_meta_device")
     use_mup: bool = _flag(_B, "use_mup")

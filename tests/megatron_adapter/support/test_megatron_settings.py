@@ -45,3 +45,10 @@ def test_modules_of_graphs_may_be_members_of_an_enumeration():
         assert MegatronSettings.of(config).captured == set()
         config.cuda_graph_impl, config.cuda_graph_modules = "transformer_engine", given
         assert MegatronSettings.of(config).captured == wanted
+
+
+def test_graphs_may_have_the_old_name_of_their_modules():
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    # Recipes of Megatron-Bridge set it where the new name has its default.
+    config.cuda_graph_impl, config.cuda_graph_scope = "transformer_engine", ["moe_router"]
+    assert MegatronSettings.of(config).captured == {"moe_router"}
