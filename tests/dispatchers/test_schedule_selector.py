@@ -20,9 +20,10 @@ def test_ranks_that_draw_other_logits_do_not_share_their_tokens(random):
 
 
 def test_ranks_with_sequences_of_other_lengths_measure_and_select_alike(monkeypatch):
+    """Only those that exchange tokens: another expert-parallel group may have no passes."""
     lengths, seen = (4, 8), []
     shapes = [torch.Size((length, 1, 8)) for length in lengths]
-    monkeypatch.setattr(schedule_selector, "of_all_ranks", lambda *_: shapes)
+    monkeypatch.setattr(schedule_selector, "of_all_ranks", lambda _, group: shapes[: 4 // group.size()])
     monkeypatch.setattr(schedule_selector, "measured_costs", lambda layer, *_: seen.append(layer))
     # S2 seems to be better for long sequences.
     monkeypatch.setattr(
@@ -36,7 +37,7 @@ def test_ranks_with_sequences_of_other_lengths_measure_and_select_alike(monkeypa
 
 
 def selector_of(**options):
-    sizes = {"tp": 2, "expt_tp": 1, "ep": 2, "tp_dp_cp": 4}
+    sizes = {"tp": 2, "expt_tp": 1, "ep": 2, "tp_ep": 2, "tp_dp_cp": 4}
     groups = {name: SimpleNamespace(size=lambda n=n: n, rank=lambda: 0) for name, n in sizes.items()}
     config = moe_config(2, 8, 4, **options)
     config.tensor_model_parallel_size, config.sequence_parallel = 2, False

@@ -53,24 +53,28 @@ class Decision:
 class ScheduleSelector:
     """Selects the schedule for all layers of a model with the same process groups.
 
-    All ranks of a pipeline stage make the same selection.
+    All ranks that exchange tokens, or have the same ones, make the same selection.
     """
 
     setting: str  # name of a schedule, or "auto"
     config: Any  # Megatron's TransformerConfig as the user wrote it
-    pg: Any  # Megatron's process groups; those of the stage's ranks are tp_dp_cp
+    pg: Any  # Megatron's process groups
     _decisions: dict[bool, Decision] = field(init=False, default_factory=dict)  # by owners_only
     _shape: torch.Size | None = field(init=False, default=None)  # of hidden states, equal on all ranks
     _costs: ScheduleCosts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._are_equal = have_equal_tokens(self.config, self.pg)
+        pg, self._are_equal = self.pg, have_equal_tokens(self.config, self.pg)
+        # Ranks that exchange tokens or have the same. Others may run other numbers of passes, also none.
+        groups = sorted((pg.tp, pg.tp_ep), key=lambda group: group.size())
+        is_nested = groups[1].size() % groups[0].size() == 0
+        self._deciding = groups[1] if is_nested else pg.tp_dp_cp
 
     def of(self, hidden: Tensor, *, owners_only: bool = True) -> Decision:
         """The decision for a forward pass with these hidden states, ``[sequence, batch, M]``, undivided.
 
-        Under ``auto``, the first call with several candidates measures costs, collectively over the pipeline
-        stage. Later calls neither communicate nor wait. Sequences may have other lengths on other ranks, so
+        Under ``auto``, the first call with several candidates measures costs, collectively over these
+        ranks. Later calls neither communicate nor wait. Sequences may have other lengths on other ranks, so
         those of most tokens in the first pass decide for all ranks and passes. If an expert can be in several
         slots (not ``owners_only``), ``auto`` leaves out S2, under which all tensor-parallel ranks must send
         an expert's tokens to the same slots.
@@ -106,7 +110,7 @@ class ScheduleSelector:
         if pg.expt_tp.size() > 1:
             candidates.append("megatron")  # With whole experts, megatron equals s1.
         if len(candidates) > 1 and self._shape is None:
-            shapes = of_all_ranks(hidden.shape, pg.tp_dp_cp)
+            shapes = of_all_ranks(hidden.shape, self._deciding)
             self._shape = max(shapes, key=lambda shape: (shape[0] % pg.tp.size(), shape.numel()))
         shape = self._shape or hidden.shape
         layer = self._layer(hidden, shape)
@@ -115,7 +119,7 @@ class ScheduleSelector:
         predicted: dict[Schedule, float] = {}
         if len(candidates) > 1:
             if self._costs is None:
-                self._costs = measured_costs(layer, hidden.detach(), pg, layer.slices_pay)
+                self._costs = measured_costs(layer, hidden.detach(), pg, self._deciding, layer.slices_pay)
             predicted = predicted_seconds(layer, self._costs, tuple(candidates))
         # Of equal ones it is the first: S1 (Parm, Alg. 1).
         best = min(candidates, key=lambda name: predicted.get(name, math.inf))
@@ -148,8 +152,10 @@ class ScheduleSelector:
         )
 
 
-def measured_costs(layer: ScheduledLayer, like: Tensor, pg: Any, simultaneous: bool) -> ScheduleCosts:
-    """Measure alpha and beta of each collective whose groups exist, on all ranks of the stage at once.
+def measured_costs(
+    layer: ScheduledLayer, like: Tensor, pg: Any, everyone: dist.ProcessGroup, simultaneous: bool
+) -> ScheduleCosts:
+    """Measure alpha and beta of each collective whose groups exist, on all ranks of ``everyone`` at once.
 
     The measured rows have width, dtype and device of ``like``, ``[..., M]``, and the longest median
     of all ranks counts. Costs are those of Parm's message size: bytes of the whole tensor.
@@ -160,7 +166,7 @@ def measured_costs(layer: ScheduledLayer, like: Tensor, pg: Any, simultaneous: b
     times = {}
     for name in calls[0]:
         of_sizes = [size_calls[name][1] for size_calls in calls]
-        times[name] = slowest_medians_s(of_sizes, pg.tp_dp_cp, like.device, _NUM_REPETITIONS)
+        times[name] = slowest_medians_s(of_sizes, everyone, like.device, _NUM_REPETITIONS)
     costs: dict[tuple[Kind, Group], LinkCost] = {}
     for name, taken in times.items():
         if name[0] == "overlapped_all_to_all":
