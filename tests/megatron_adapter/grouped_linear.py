@@ -118,8 +118,10 @@ class GroupedLinear(torch.nn.Module):
             else:
                 setattr(self, f"bias{index}", torch.empty(0, dtype=config.params_dtype))
         self.out_features, self.in_features = self.weight0.shape
-        for parameter in self.parameters():
+        for name, parameter in self.named_parameters():
             parameter.allreduce = pg_collection.ep.size() == 1
+            # Else the norm of gradients would count one part of an expert.
+            parameter.tensor_model_parallel = shard_axis == 0 or (shard_axis == 1 and "weight" in name)
 
     def forward(self, x, m_splits):
         is_first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch

@@ -53,38 +53,38 @@ class Decision:
 class ScheduleSelector:
     """Selects the schedule for all layers of a model with the same process groups.
 
-    All ranks of a pipeline stage make the same selection.
+    All ranks that exchange tokens, or have the same ones, make the same selection.
     """
 
     setting: str  # name of a schedule, or "auto"
     config: Any  # Megatron's TransformerConfig as the user wrote it
-    pg: Any  # Megatron's process groups; those of the stage's ranks are tp_dp_cp
-    _decisions: dict[tuple[torch.Size, bool], Decision] = field(init=False, default_factory=dict)
+    pg: Any  # Megatron's process groups
+    _decisions: dict[bool, Decision] = field(init=False, default_factory=dict)  # by owners_only
+    _shape: torch.Size | None = field(init=False, default=None)  # of hidden states, equal on all ranks
     _costs: ScheduleCosts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._are_equal = have_equal_tokens(self.config, self.pg)
+        pg, self._are_equal = self.pg, have_equal_tokens(self.config, self.pg)
+        # Ranks that exchange tokens or have the same. Others may run other numbers of passes, also none.
+        groups = sorted((pg.tp, pg.tp_ep), key=lambda group: group.size())
+        is_nested = groups[1].size() % groups[0].size() == 0
+        self._deciding = groups[1] if is_nested else pg.tp_dp_cp
 
     def of(self, hidden: Tensor, *, owners_only: bool = True) -> Decision:
         """The decision for a forward pass with these hidden states, ``[sequence, batch, M]``, undivided.
 
-        Under ``auto``, the first call with several candidates measures costs, collectively over the pipeline
-        stage. Later calls neither communicate nor wait. If an expert can be in several slots (not
-        ``owners_only``), ``auto`` leaves out S2, under which all tensor-parallel ranks must send an expert's
-        tokens to the same slots.
+        Under ``auto``, the first call with several candidates measures costs, collectively over these
+        ranks. Later calls neither communicate nor wait. Sequences may have other lengths on other ranks, so
+        those of most tokens in the first pass decide for all ranks and passes. If an expert can be in several
+        slots (not ``owners_only``), ``auto`` leaves out S2, under which all tensor-parallel ranks must send
+        an expert's tokens to the same slots.
 
         Raises:
             ConfigurationError: The schedule cannot divide the sequence evenly.
         """
-        key = (hidden.shape, owners_only)
-        if (known := self._decisions.get(key)) is not None:
-            return known
-        # Where sequence lengths differ between ranks, ranks could decide differently. All of them keep the
-        # first decision there.
-        alike = [decision for (_, only), decision in self._decisions.items() if only == owners_only]
-        decision = (
-            alike[0] if alike and self.config.variable_seq_lengths else self._decide(hidden, owners_only)
-        )
+        decision = self._decisions.get(owners_only)
+        if decision is None:
+            decision = self._decisions[owners_only] = self._decide(hidden, owners_only)
         length, n_mp = hidden.shape[0], self.pg.tp.size()
         if self._are_equal and decision.schedule in ("s1", "megatron") and length % n_mp:
             raise ConfigurationError(
@@ -92,18 +92,16 @@ class ScheduleSelector:
                 f"{n_mp} tensor-parallel ranks; change --seq-length, or use --moe-strategy parm "
                 "--moe-strategy-set schedule=s2"
             )
-        self._decisions[key] = decision
         return decision
 
     def _decide(self, hidden: Tensor, owners_only: bool) -> Decision:
-        layer, pg, are_equal = self._layer(hidden), self.pg, self._are_equal
+        pg, config, are_equal = self.pg, self.config, self._are_equal
         # The shape decides and not the routing, because all ranks must take the same steps.
-        simultaneous = layer.slices_pay
         if self.setting != "auto":
             schedule: Schedule = self.setting  # type: ignore[assignment]
-            return Decision(schedule, simultaneous)
+            is_sliced = self._layer(hidden, hidden.shape).slices_pay and not config.variable_seq_lengths
+            return Decision(schedule, is_sliced)
         candidates: list[Schedule] = ["s1"]
-        config = self.config
         # Random logits differ between tensor-parallel ranks, which must route alike under s2.
         is_random = config.moe_router_force_load_balancing or config.moe_router_force_biased is not None
         if owners_only and are_equal and not (config.moe_router_padding_for_quantization or is_random):
@@ -111,16 +109,21 @@ class ScheduleSelector:
             candidates.append("s2")
         if pg.expt_tp.size() > 1:
             candidates.append("megatron")  # With whole experts, megatron equals s1.
-        if hidden.shape[0] % pg.tp.size() and "s2" in candidates:
+        if len(candidates) > 1 and self._shape is None:
+            shapes = of_all_ranks(hidden.shape, self._deciding)
+            self._shape = max(shapes, key=lambda shape: (shape[0] % pg.tp.size(), shape.numel()))
+        shape = self._shape or hidden.shape
+        layer = self._layer(hidden, shape)
+        if shape[0] % pg.tp.size() and "s2" in candidates:
             candidates = ["s2"]  # The others divide the sequence.
         predicted: dict[Schedule, float] = {}
         if len(candidates) > 1:
             if self._costs is None:
-                self._costs = measured_costs(layer, hidden.detach(), pg, simultaneous)
+                self._costs = measured_costs(layer, hidden.detach(), pg, self._deciding, layer.slices_pay)
             predicted = predicted_seconds(layer, self._costs, tuple(candidates))
         # Of equal ones it is the first: S1 (Parm, Alg. 1).
         best = min(candidates, key=lambda name: predicted.get(name, math.inf))
-        decision = Decision(best, simultaneous, predicted)
+        decision = Decision(best, layer.slices_pay, predicted)
         if pg.tp_dp_cp.rank() == 0 and (are_equal or pg.expt_tp.size() > 1):
             why = ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in predicted.items())
             logger.info(
@@ -129,10 +132,10 @@ class ScheduleSelector:
             )
         return decision
 
-    def _layer(self, hidden: Tensor) -> ScheduledLayer:
+    def _layer(self, hidden: Tensor, shape: torch.Size) -> ScheduledLayer:
         config, pg, are_equal = self.config, self.pg, self._are_equal
         # Tokens are counted for a whole tensor-parallel group.
-        num_tokens = hidden.shape[:-1].numel() * (1 if are_equal else pg.tp.size())
+        num_tokens = shape[:-1].numel() * (1 if are_equal else pg.tp.size())
         share = 1.0
         if config.moe_expert_capacity_factor is not None:
             factor = float(config.moe_expert_capacity_factor)
@@ -149,8 +152,10 @@ class ScheduleSelector:
         )
 
 
-def measured_costs(layer: ScheduledLayer, like: Tensor, pg: Any, simultaneous: bool) -> ScheduleCosts:
-    """Measure alpha and beta of each collective whose groups exist, on all ranks of the stage at once.
+def measured_costs(
+    layer: ScheduledLayer, like: Tensor, pg: Any, everyone: dist.ProcessGroup, simultaneous: bool
+) -> ScheduleCosts:
+    """Measure alpha and beta of each collective whose groups exist, on all ranks of ``everyone`` at once.
 
     The measured rows have width, dtype and device of ``like``, ``[..., M]``, and the longest median
     of all ranks counts. Costs are those of Parm's message size: bytes of the whole tensor.
@@ -161,7 +166,7 @@ def measured_costs(layer: ScheduledLayer, like: Tensor, pg: Any, simultaneous: b
     times = {}
     for name in calls[0]:
         of_sizes = [size_calls[name][1] for size_calls in calls]
-        times[name] = slowest_medians_s(of_sizes, pg.tp_dp_cp, like.device, _NUM_REPETITIONS)
+        times[name] = slowest_medians_s(of_sizes, everyone, like.device, _NUM_REPETITIONS)
     costs: dict[tuple[Kind, Group], LinkCost] = {}
     for name, taken in times.items():
         if name[0] == "overlapped_all_to_all":

@@ -175,9 +175,12 @@ class ResidentExperts:
                 "--moe-strategy"
             )
         yield
-        # Sums that are still on their way change gradients later, which is no change by the loop.
-        if all(layer.gradients.is_home for layer in self._owned.layers):
-            self._followed = self._seen()
+        # Sums and reductions on their way change gradients later, which is no change by the loop. Of averages
+        # of gloo, the version is counted by its thread.
+        groups = (group for chunk in self._chunks for group in chunk.expert_parallel_bucket_groups)
+        is_done = all(layer.gradients.is_home for layer in self._owned.layers)
+        is_done = is_done and all(group.grad_reduce_handle is None for group in groups)
+        self._followed = self._seen() if is_done else ([], [])
 
     def _seen(self) -> tuple[list[int], list[int]]:
         # All views of a buffer count its versions together.
