@@ -130,9 +130,11 @@ class SlotDispatchers:
         check_slots(self._settings, num_slots, groups.num_devices, built)
         built.add(num_slots)
         config = copy.copy(layer.config)
-        config.num_moe_experts = num_slots * groups.num_devices
-        # The router has padded the map of experts already.
-        config.moe_pad_expert_input_to_capacity = False
+        # The router has padded the map of experts already. What is set by ``setattr`` in the config of
+        # Megatron-Bridge's student changes its teacher's, too.
+        vars(config).update(
+            num_moe_experts=num_slots * groups.num_devices, moe_pad_expert_input_to_capacity=False
+        )
         options: dict[str, Any] = {}
         if kind is ParmDispatcher:
             options = {"selector": self._selector}

@@ -217,7 +217,7 @@ def _is_derived(config: Any, name: str, default: Any, got: str) -> bool:
     """Whether ``__post_init__`` of a config makes this value of the default by itself."""
     again = copy.copy(config)
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
-        setattr(again, name, default)
+        vars(again)[name] = default  # Others may see what is set, as a teacher of Megatron-Bridge does.
         again.__post_init__()
         return " ".join(repr(getattr(again, name)).split()) == got
     return False
