@@ -11,6 +11,11 @@ from megatron_fssdp.dispatchers.parm.schedule_selector import ScheduleSelector
 from ..megatron_adapter.layer.small_config import moe_config
 
 
+@pytest.fixture(autouse=True)
+def nested_groups(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: range(group.size()))
+
+
 @pytest.mark.parametrize(
     "random", [{"moe_router_force_load_balancing": True}, {"moe_router_force_biased": 0.0}]
 )

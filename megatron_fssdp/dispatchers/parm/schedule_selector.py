@@ -66,9 +66,9 @@ class ScheduleSelector:
     def __post_init__(self) -> None:
         pg, self._are_equal = self.pg, have_equal_tokens(self.config, self.pg)
         # Ranks that exchange tokens or have the same. Others may run other numbers of passes, also none.
-        groups = sorted((pg.tp, pg.tp_ep), key=lambda group: group.size())
-        is_nested = groups[1].size() % groups[0].size() == 0
-        self._deciding = groups[1] if is_nested else pg.tp_dp_cp
+        inner, outer = sorted((pg.tp, pg.tp_ep), key=lambda group: group.size())
+        is_nested = {*dist.get_process_group_ranks(inner)} <= {*dist.get_process_group_ranks(outer)}
+        self._deciding = outer if is_nested else pg.tp_dp_cp
 
     def of(self, hidden: Tensor, *, owners_only: bool = True) -> Decision:
         """The decision for a forward pass with these hidden states, ``[sequence, batch, M]``, undivided.
