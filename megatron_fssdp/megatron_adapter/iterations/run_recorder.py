@@ -110,7 +110,7 @@ class RunRecorder:
         self.record_dir, self._strategy, self._host = record_dir, strategy, host
         self._to_boards, self._has_begun = host.has_boards, False
         self._last_load_E: dict[int, np.ndarray] = {}
-        self._firsts: dist.ProcessGroup | None = None
+        self._firsts: Any = None  # a group; who is not in it gets what torch or the host returns
         # Global rank 0 writes files. Those of arrays are opened with the first iteration that has MoE layers.
         self._metrics: MetricsWriter | None = None
         self._arrays: tuple[LoadsWriter, PlacementsWriter, MicroBatchLoadsWriter] | None = None
@@ -133,7 +133,8 @@ class RunRecorder:
         is_logged = self._is_logged(iteration)
         single_bytes = sum(4 * len(load.micro_batches) * load.counts_DE.size for load in loads)
         keeps = single_bytes <= MOST_SENT_BYTES and self.record_dir is not None
-        self._firsts = self._firsts or firsts()
+        if not self._has_begun:
+            self._firsts = firsts()
         records = gathered(facts, loads, self._firsts, of_micro_batches=keeps)
         stages = by_stage(records)
         # Peaks are also recorded in the first and the last iteration, so that a short run has them.
