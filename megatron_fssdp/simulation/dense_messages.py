@@ -39,14 +39,14 @@ class DenseMessages:
     dense_layers: tuple[tuple[int, int], ...] = ()
 
 
-class PassSeconds(NamedTuple):
+class MessageSeconds(NamedTuple):
     """Seconds of a forward pass and of a backward pass."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
 
 
-NO_MESSAGES = PassSeconds()
+NO_MESSAGES = MessageSeconds()
 
 
 class DenseSeconds(NamedTuple):
@@ -56,8 +56,8 @@ class DenseSeconds(NamedTuple):
     each MoE layer, from 0, and behind the last (``of_dense``). ``of_stage_s`` is a message between stages.
     """
 
-    of_moe: PassSeconds
-    of_dense: dict[int, PassSeconds]
+    of_moe: MessageSeconds
+    of_dense: dict[int, MessageSeconds]
     of_stage_s: float
 
 
@@ -107,10 +107,10 @@ class RankLinks:
         if sizes.num_stages > 1:
             of_stage_s = self.message_s(links.transfer, ranks * sizes.num_stages, ranks, sizes.hidden_bytes)
 
-        def layers(num_blocks: int, number: int = 1, again: int = 0) -> PassSeconds:
+        def layers(num_blocks: int, number: int = 1, again: int = 0) -> MessageSeconds:
             forward_s = num_blocks * block_s + ring_s
             backward_s = num_blocks * block_s + BACKWARD_PER_FORWARD * ring_s
-            return PassSeconds(number * forward_s, number * backward_s + again * forward_s)
+            return MessageSeconds(number * forward_s, number * backward_s + again * forward_s)
 
         of_dense = {place: layers(2, *numbers) for place, numbers in enumerate(sizes.dense_layers)}
         return DenseSeconds(layers(1 + sizes.shared_experts), of_dense, of_stage_s)

@@ -32,12 +32,12 @@ from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.message_size import MessageRule, num_batches
 from megatron_fssdp.planning.transfer.transfer_plan import additional_transfer
-from megatron_fssdp.simulation.dense_messages import NO_MESSAGES, DenseSeconds, PassSeconds, RankLinks
+from megatron_fssdp.simulation.dense_messages import NO_MESSAGES, DenseSeconds, MessageSeconds, RankLinks
 from megatron_fssdp.simulation.moe_job import MoeJob
 from megatron_fssdp.simulation.replay import LayerDecision, ReplayedIteration
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 
-UNUSED = LinkTimes()
+NO_TIMES = LinkTimes()
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -64,17 +64,17 @@ class LayerRecord:
     before_again_s: float = 0.0  # what the backward pass computes of it again
     before_gate_s: float = 0.0  # compute before the gate, under which spAG can be hidden
     # Messages of tensor and context parallelism between the layers as before_layer_s, and before the gate.
-    before_messages: PassSeconds = NO_MESSAGES
-    gate_messages: PassSeconds = NO_MESSAGES
+    before_messages: MessageSeconds = NO_MESSAGES
+    gate_messages: MessageSeconds = NO_MESSAGES
     recomputed: bool = False  # whether the backward pass runs the transformer layer's forward pass again
     counts_s: float = 0.0  # gathering the router counts and, with exact dispatch, computing shares
-    dispatch: LinkTimes = UNUSED  # all-to-alls of rows and probabilities
-    combine: LinkTimes = UNUSED  # all-to-all of results
+    dispatch: LinkTimes = NO_TIMES  # all-to-alls of rows and probabilities
+    combine: LinkTimes = NO_TIMES  # all-to-all of results
     experts_s: float = 0.0  # the experts on the slowest device (FasterMoE, Eq. 1)
     gather_s: float = 0.0  # spAG
     addition_s: float = 0.0  # spAG of what a plan after the gate adds
     reduce_s: float = 0.0  # spRS
-    regather: LinkTimes = UNUSED  # spAG of all replicas before the backward pass
+    regather: LinkTimes = NO_TIMES  # spAG of all replicas before the backward pass
     plan_s: float = 0.0  # the device waits for the host between the counts and the dispatch
     first_plan_s: float = 0.0  # more of these waits in an iteration's first micro-batch
     host_s: float = 0.0  # the host plans and posts messages in these micro-batches
@@ -111,7 +111,7 @@ class IterationRecord:
     plans_s: float = 0.0  # seconds in which a rank plans its part of the layers before the first pass
     behind_s: float = 0.0  # compute behind the last MoE layer in a micro-batch's forward pass
     behind_again_s: float = 0.0  # what the backward pass computes of it again
-    behind_messages: PassSeconds = NO_MESSAGES  # of tensor and context parallelism behind the last layer
+    behind_messages: MessageSeconds = NO_MESSAGES  # of tensor and context parallelism behind the last layer
     stage_messages_s: float = 0.0  # messages between pipeline stages in a micro-batch
     hides_stage_messages: bool = False  # whether other passes run beside them
     bubble: float = 0.0  # idle seconds of the pipeline stage over those of its micro-batches
@@ -312,7 +312,7 @@ class LayerPrices:
     def _transfer(self, traffic: TransferTraffic, element_bytes: int | None = None) -> tuple[LinkTimes, int]:
         """Seconds of a transfer, of weights by default, and the batches of messages that a rank posts."""
         if not traffic.num_experts:
-            return UNUSED, 0
+            return NO_TIMES, 0
         num_bytes = self.job.expert_elements * (element_bytes or self.job.dtype_bytes)
         hops, is_far = traffic.num_hops, traffic.num_between_nodes > 0
         message = self._messages.message_bytes(num_bytes, hops, is_far=is_far)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_fssdp.simulation.dense_messages import DenseMessages, PassSeconds, RankLinks
+from megatron_fssdp.simulation.dense_messages import DenseMessages, MessageSeconds, RankLinks
 from megatron_fssdp.simulation.layout import cluster_of_devices, stages_of
 from megatron_fssdp.simulation.moe_job import job_of_run
 from megatron_fssdp.simulation.simulator import simulate
@@ -112,4 +112,4 @@ def test_a_run_gives_the_sizes_of_its_messages():
         shared_experts=True,
         dense_layers=((0, 0), (1, 0), (1, 0)),
     )
-    assert RankLinks(cluster_of()).dense_seconds(DenseMessages()).of_moe == PassSeconds()
+    assert RankLinks(cluster_of()).dense_seconds(DenseMessages()).of_moe == MessageSeconds()
