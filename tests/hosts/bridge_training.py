@@ -50,18 +50,26 @@ def parsed_options():
     return parser.parse_known_args()[0]
 
 
-def exported_experts(model, num_layers):
-    """The experts' weights as Megatron-Bridge's AutoBridge exports them; all ranks call this."""
+def bridge_of(num_layers):
+    """Megatron-Bridge's AutoBridge."""
     from megatron.bridge import AutoBridge
 
     from tests.hosts import bridge_configuration, tiny_qwen
 
     names = {"architectures": ["Qwen3MoeForCausalLM"]}
     of_model = tiny_qwen.config_of(num_layers, bridge_configuration.VOCABULARY, tiny_qwen.HEADS, **names)
-    bridge, how = AutoBridge.from_hf_config(of_model), {"cpu": True, "show_progress": False}
-    adapters = {name: weight.clone() for name, weight in bridge.export_adapter_weights(model, **how)}
-    weights = {name: weight.clone() for name, weight in bridge.export_hf_weights(model, **how)}
-    return {name: weight for name, weight in (weights | adapters).items() if ".experts." in name}
+    return AutoBridge.from_hf_config(of_model)
+
+
+def exported_experts(model, bridge, tasks=None):
+    """The experts' weights as it exports them, perhaps by tasks that were kept; all ranks call this."""
+    how = {"cpu": True, "show_progress": False}
+    if tasks is None:
+        exported = [*bridge.export_adapter_weights(model, **how), *bridge.export_hf_weights(model, **how)]
+    else:
+        how |= {"quantization_checker": lambda name: False, "quant_fn": None, "conversion_tasks": tasks}
+        exported = bridge.export_hf_weights_quant(model, **how)
+    return {name: weight.clone() for name, weight in exported if ".experts." in name}
 
 
 def main():
@@ -84,18 +92,26 @@ def main():
 
     setup.initialize_megatron = functools.partial(setup.initialize_megatron, allow_no_cuda=True)
 
+    bridge = bridge_of(options.layers)
+
     class Lines(Callback):
+        def on_train_start(self, context):
+            self.tasks = bridge._model_bridge.build_conversion_tasks(bridge.hf_pretrained, context.model)
+
         def on_train_step_end(self, context):
             losses = {name: loss.item() for name, loss in (context.loss_dict or {}).items()}
             step = context.state.train_state.step + 1
             say(step=step, loss=losses.get("lm loss"), gradient_norm=float(context.grad_norm))
+            if step == 6 and not options.lora:  # Experts may have moved since the tasks were made.
+                experts = exported_experts(context.model, bridge, self.tasks)
+                say(0, experts=cpu_stand_ins.norms_of_experts(experts))
 
         def on_eval_end(self, context):
             say(evaluation={name: float(loss) for name, loss in (context.total_loss_dict or {}).items()})
 
         def on_train_end(self, context):
             cpu_stand_ins.say_plans()
-            experts = exported_experts(context.model, options.layers)
+            experts = exported_experts(context.model, bridge)
             say(0, experts=cpu_stand_ins.norms_of_experts(experts))
             if options.export and os.environ["RANK"] == "0":
                 torch.save(experts, options.export)

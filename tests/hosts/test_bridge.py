@@ -109,7 +109,8 @@ def test_adapters_resume(host, base, tmp_path, adapters):
 
 def test_packed_adapters_are_refused_in_one_line(host, base):
     for kind in ("each-expert", "shared-outer"):
-        _assert_refused(host, f"--lora {kind} --grouped --pretrained {base} --moe-strategy fssdp", "LoRA")
+        options = f"--lora {kind} --grouped --pretrained {base} --moe-strategy fssdp"
+        _assert_refused(host, options, "share_expert_adapters")
 
 
 def test_fully_sharded_models_are_refused_in_one_line(host):

@@ -152,7 +152,8 @@ class GroupedLinear(torch.nn.Module):
         state = {}
         for index in range(self.num_gemms):
             expert = self.groups.ep.rank() * self.num_gemms + index
-            axes = {"weight": self.shard_axis, **({"bias": 0} if self.shard_axis == 0 else {})}
+            axes = {} if self.shard_axis is None else {"weight": self.shard_axis}
+            axes |= {"bias": 0} if self.shard_axis == 0 else {}
             total = self.groups.ep.size() * self.num_gemms
             offsets = sharded_offsets
             if not singleton:

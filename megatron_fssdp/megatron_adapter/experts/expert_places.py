@@ -77,7 +77,8 @@ class ExpertPlaces:
             raise ConfigurationError(
                 f"experts: got {others[0]} beside the weights and biases of linear_fc1 and linear_fc2, "
                 "wanted no other Parameters but those of LoRA adapters for each expert, or of one for those "
-                f"of all ranks (Megatron-Bridge 0.6.2), because only these are in slots; {_LEAVE_OUT}"
+                "of all ranks, because only these are in slots; set Megatron-Bridge's share_expert_adapters "
+                f"and not experts_shared_outer_loras (0.6.2), {_LEAVE_OUT}"
             )
         _refuse(_method_of(module) or next(self._foreign_parts(), None))
         self._structure = _structure_of(module)

@@ -30,7 +30,9 @@ EXPORTS = {
         (
             "build_conversion_tasks",
             "build_adapter_conversion_tasks",
+            "build_export_fp8_tasks",
             "stream_weights_megatron_to_hf",
+            "stream_weights_megatron_to_hf_quant",
             "stream_weights_hf_to_megatron",
         ),
     ),

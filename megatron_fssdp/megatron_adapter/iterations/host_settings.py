@@ -78,8 +78,10 @@ class HostSettings:
         # Megatron-Bridge writes the first two over the others when its training begins.
         first = ("mixed_precision", "comm_overlap")
         by_name = sorted(vars(host).items(), key=lambda item: item[0] not in first)
-        # A section can have the name of a setting, such as ``optimizer``.
-        return cls(tuple(section for _, section in by_name if is_dataclass(section)) or (host,))
+        # A section can have the name of a setting, such as ``optimizer``. One is a setting of Megatron-LM.
+        restarts = getattr(getattr(host, "inprocess_restart", None), "enabled", None)
+        sections = tuple(section for _, section in by_name if is_dataclass(section))
+        return cls((*sections, SimpleNamespace(inprocess_restart=restarts)) if sections else (host,))
 
     def with_sources(self, *more: Any) -> "HostSettings":
         """Settings that are also looked up in more objects, after those that are known."""

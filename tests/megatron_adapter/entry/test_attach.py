@@ -61,8 +61,11 @@ def test_a_hosts_settings_are_refused_as_they_will_be_when_its_model_joins():
 
 
 @on_ranks(1)
-def test_what_megatron_bridge_writes_into_the_models_settings_counts():
+def test_what_sections_of_megatron_bridge_mean_for_others_counts():
     quantized, delayed = Section("e4m3", "mxfp8"), Section("e4m3")
     megatron_fssdp.attach("fssdp", host=SimpleNamespace(model=Section(), mixed_precision=quantized))
     with pytest.raises(ConfigurationError, match="delayed"):
         megatron_fssdp.attach("fssdp", host=SimpleNamespace(model=quantized, mixed_precision=delayed))
+    restarts = SimpleNamespace(enabled=True)
+    with pytest.raises(ConfigurationError, match="got inprocess_restart"):
+        megatron_fssdp.attach("fssdp", host=SimpleNamespace(model=Section(), inprocess_restart=restarts))
