@@ -78,17 +78,17 @@ def adapt(experts, host, *, fuses=False):
             is_grouped = isinstance(base, GroupedLinear)
             size_out, size_in = (base.weight0 if is_grouped else base.weight).shape
             sizes = (size_in, RANK), (RANK, size_out)
-            if host == "bridge":
-                layers = (_of_experts(_Linear(*size, bias=False)) for size in sizes)
-                setattr(mlp, name, LoRALinear(base, ParallelLinearAdapter(*layers, is_grouped)))
-            elif is_grouped:
+            if is_grouped and host == "mcore_bridge":
                 how = {"bias": False, "pg_collection": base.groups, "config": experts.config, "shard_axis": 0}
                 how |= {"init_method": torch.nn.init.normal_, "skip_bias_add": False, "fuses": fuses}
-                layers = (GroupedLinear(base.num_gemms, *size, **how) for size in sizes)
-                setattr(mlp, name, LoraParallelLinear(base, *layers))
+                layers = [GroupedLinear(base.num_gemms, *size, **how) for size in sizes]
             else:
-                layers = (_of_experts(_Linear(*size, bias=False)) for size in sizes)
-                setattr(mlp, name, LoraParallelLinear(base, *layers))
+                layers = [_of_experts(_Linear(*size, bias=False)) for size in sizes]
+            if host == "bridge":
+                adapted = LoRALinear(base, ParallelLinearAdapter(*layers, is_grouped))
+            else:
+                adapted = LoraParallelLinear(base, *layers)
+            setattr(mlp, name, adapted)
 
 
 def make_shared_equal(experts):

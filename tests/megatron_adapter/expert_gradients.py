@@ -4,7 +4,11 @@ import math
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.training import training
 
+from megatron_fssdp.megatron_adapter.experts.expert_places import expert_parameters
 from megatron_fssdp.megatron_adapter.wrapping import wrap
 
 SMALL = 0.01  # Gradients below this share of an iteration's largest one may differ by that share's rounding.
@@ -15,7 +19,6 @@ Norms = dict[tuple[str, int, int, int], float]
 
 def record(norms):
     """On a rank, add the norms of this rank's experts at each step of the optimizer."""
-    from megatron.training import training
 
     def recorded(setup, *args, **kwargs):
         model, optimizer, scheduler = setup(*args, **kwargs)
@@ -40,9 +43,7 @@ def assert_close(got, wanted, bound):
 
 
 def _norms(model):
-    from megatron.core import parallel_state
-
-    experts, part = dict(_experts(model)), parallel_state.get_expert_tensor_parallel_rank()
+    experts, part = dict(owned_experts(model)), parallel_state.get_expert_tensor_parallel_rank()
     gradients = _reduced(model, {parameter for parameters in experts.values() for parameter in parameters})
     return {
         (*place, matrix, part): float(torch.linalg.vector_norm(gradients[parameter], dtype=torch.float64))
@@ -51,12 +52,8 @@ def _norms(model):
     }
 
 
-def _experts(model):
+def owned_experts(model):
     """Yield layer, number and Parameters of the experts that this rank owns, wherever they are."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    from megatron_fssdp.megatron_adapter.experts.expert_places import expert_parameters
-
     for name, layer in (named for chunk in model for named in chunk.named_modules()):
         if isinstance(layer, MoELayer):
             # Megatron numbers the layers of multi-token prediction from 1 again.

@@ -6,29 +6,25 @@ Every rank gathers the tokens of all ranks, which must have equally many. Autogr
 import os
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe import token_dispatcher
 
 
 def install_fused_dispatch():
     """Let Megatron's flex dispatcher use the stand-ins in this process."""
-    from megatron.core.transformer.moe import token_dispatcher
-
-    module = token_dispatcher
-    module.fused_dispatch, module.fused_combine = _deepep_dispatch, _deepep_combine
-    module.hybrid_ep_dispatch, module.hybrid_ep_combine = _hybridep_dispatch, _hybridep_combine
-    module.set_deepep_num_sms = lambda number: None
+    token_dispatcher.fused_dispatch, token_dispatcher.fused_combine = _deepep_dispatch, _deepep_combine
+    token_dispatcher.hybrid_ep_dispatch = _hybridep_dispatch
+    token_dispatcher.hybrid_ep_combine = _hybridep_combine
+    token_dispatcher.set_deepep_num_sms = lambda number: None
 
 
 def _gather(x, group):
-    return gather_from_sequence_parallel_region(x, group=group)
+    return mappings.gather_from_sequence_parallel_region(x, group=group)
 
 
 def _scatter_sums(rows, token, num_tokens, group):
     sums = rows.new_zeros(num_tokens, rows.shape[1]).index_add(0, token, rows)
-    return reduce_scatter_to_sequence_parallel_region(sums, group=group)
+    return mappings.reduce_scatter_to_sequence_parallel_region(sums, group=group)
 
 
 def _deepep_dispatch(x, indices, probs, num_experts, group, **_):

@@ -34,22 +34,17 @@ STRATEGIES = (
 TOLERANCE = {True: 2e-3, False: 3e-5}
 
 
-def _words(text):
-    return tuple(text.split())
-
-
 # Patterns of flags whose value a small copy sets itself.
-SCALED = _words("""
+SCALED = """
     --*parallel-size --*hidden-size --kv-channels --kv-lora-rank --max-position-embeddings --*batch-size
     --moe-layer-freq --moe-router-*group* --moe-router-topk --moe-shared-expert-intermediate-size
     --num-experts --num-attention-heads --*num-layers --num-layers-per-virtual-* --num-query-groups
-    --num-virtual-stages-*
-    --pipeline-model-parallel-layout --q-lora-rank --qk-*dim --seq-length --v-head-dim
-""")
+    --num-virtual-stages-* --pipeline-model-parallel-layout --q-lora-rank --qk-*dim --seq-length --v-head-dim
+"""
 
 # Patterns of flags that do not change what is computed: data, length and learning rate of the training,
 # checkpoints, logs, and kernels with the same results; and of parts of the features below.
-IRRELEVANT = _words("""
+IRRELEVANT = """
     --adam-beta? --apply-wd-* --async-* --attention-backend --auto-detect-* --check-weight-* --ckpt-*
     --cross-entropy-* --cuda-graph-* --data-* --deterministic-mode --disable-gloo-* --dist-ckpt-*
     --distributed-* --enable-experimental --eval-* --exit-* --finetune --first-last-layers-bf16 --fp8-*
@@ -59,7 +54,7 @@ IRRELEVANT = _words("""
     --offload-* --override-* --reuse-grad-* --save* --split --te-rng-tracker --tensorboard-dir --tiktoken-*
     --timing-* --tokenizer-* --train-* --transformer-impl --use-checkpoint-* --use-flash-attn
     --use-mcore-models --use-persistent-* --verify-integrity --vocab-file --wandb-*
-""")
+"""
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class SmallCopy:
 
 def small_copy(recipe):
     """Return a recipe with its features and small sizes, on at most eight ranks."""
-    dropped = (*SCALED, *IRRELEVANT, *LEFT_OUT)
+    dropped = (*SCALED.split(), *IRRELEVANT.split(), *LEFT_OUT)
     kept = (flag for flag in recipe.flags if not any(fnmatch(flag, pattern) for pattern in dropped))
     flags = {flag: recipe.flags[flag] for flag in kept}
     # With this order of ranks, experts and attention must have equal data-parallel sizes.
@@ -93,9 +88,8 @@ def small_copy(recipe):
     flags |= _layers(recipe, pipeline) | _experts(recipe) | _attention(recipe)
     if tensor == 1:
         flags.pop("--sequence-parallel", None)
-    return SmallCopy(
-        per_stage * pipeline, f"{SMALL} --moe-ffn-hidden-size 32 {' '.join(words_of(flags))} --train-iters 6"
-    )
+    arguments = f"{SMALL} --moe-ffn-hidden-size 32 {' '.join(words_of(flags))} --train-iters 6"
+    return SmallCopy(per_stage * pipeline, arguments)
 
 
 def _layers(recipe, pipeline):
@@ -122,8 +116,8 @@ def _layers(recipe, pipeline):
 
 
 def _experts(recipe):
-    flags = {"--num-experts": min(recipe.size("--num-experts"), 16)}
-    flags["--moe-router-topk"] = min(recipe.size("--moe-router-topk", 2), 4)
+    topk = min(recipe.size("--moe-router-topk", 2), 4)
+    flags = {"--num-experts": min(recipe.size("--num-experts"), 16), "--moe-router-topk": topk}
     if "--moe-router-num-groups" in recipe.flags:
         flags |= {"--moe-router-num-groups": 4, "--moe-router-group-topk": 2}
     return flags
@@ -131,12 +125,11 @@ def _experts(recipe):
 
 def _attention(recipe):
     sizes = {"--num-query-groups": 2, "--moe-shared-expert-intermediate-size": 32}
+    latent = {}
     if "--multi-latent-attention" in recipe.flags:
         sizes["--q-lora-rank"] = 16
-    flags = {flag: size for flag, size in sizes.items() if flag in recipe.flags}
-    if "--multi-latent-attention" in recipe.flags:
-        flags |= {"--kv-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 8}
-    return flags
+        latent = {"--kv-lora-rank": 16, "--qk-head-dim": 8, "--qk-pos-emb-head-dim": 8, "--v-head-dim": 8}
+    return {flag: size for flag, size in sizes.items() if flag in recipe.flags} | latent
 
 
 @needs_checkout

@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import re
+import runpy
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -16,8 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training import get_args, training
 
+from megatron_fssdp.megatron_adapter.entry.launcher import launch
 from megatron_fssdp.megatron_adapter.wrapping import wrap as wrap
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.testing import run_ranks
 from tests.support.python_process import ROOT
 from tests.support.tables import cells
@@ -62,12 +68,10 @@ PARTS = f"--tensor-model-parallel-size 2 {NO_BIAS}"
 WHOLE = f"--tensor-model-parallel-size 2 {WHOLE_EXPERTS}"
 PP2 = "--pipeline-model-parallel-size 2"
 INTERLEAVED = f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
-EVERY_OTHER = "--num-layers 4 --moe-layer-freq 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RECOMPUTE_MOE = "--recompute-granularity selective --recompute-modules moe"
 TOP1 = "--moe-router-topk 1 --moe-router-pre-softmax"
 AUX_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
-SEQ_AUX_LOSS = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
 Z_LOSS = f"{AUX_LOSS} --moe-z-loss-coeff 1e-3"
 EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 SHARED = "--moe-shared-expert-intermediate-size 32"
@@ -123,33 +127,20 @@ class TrainingRun:
 
 
 def train_on_all_ranks(
-    world_size,
-    arguments,
-    data,
-    *,
-    strategy=None,
-    model=GPT,
-    before=None,
-    launcher=True,
-    env=None,
-    timeout_s=900,
-    grace_s=0.1,
+    world_size, arguments, data, *, strategy=None, model=GPT, before=None, launcher=True, env=None, **limits
 ):
     """Train a tiny model with more arguments, of which later ones win; short names in braces are replaced.
 
     A ``strategy`` has its settings behind it, as in ``fssdp slots=2``. ``before`` is a function at the top of
-    a module that each rank calls before the launch. Without the ``launcher``, the bare script runs. When a
-    rank has failed, the others have ``grace_s`` to end by themselves.
+    a module that each rank calls before the launch. Without the ``launcher``, the bare script runs. Limits of
+    time are those of :func:`run_ranks`.
     """
     arguments = f"{arguments} {flags(strategy)}" if strategy else arguments
     arguments, variables = without_variables(arguments)
     argv = command_line(model, arguments, data)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_WORLD_SIZE": str(world_size)}
-    environment |= {**variables, **(env or {})}
-    limits = {"timeout_s": timeout_s, "grace_s": grace_s}
-    return run_ranks(
-        train_on_rank, world_size, argv, before, launcher, **limits, env=environment, preload=TRAINING_PRELOAD
-    )
+    given = {"env": {**environment, **variables, **(env or {})}, "preload": TRAINING_PRELOAD}
+    return run_ranks(train_on_rank, world_size, argv, before, launcher, **limits, **given)
 
 
 def train(world_size, arguments, data, **options):
@@ -190,7 +181,6 @@ def messages_of(logger):
 
 def add_to_logits(hot, bias):
     """On a rank, make experts hot: those that a function of the gate's logits names."""
-    from megatron.core.transformer.moe.router import TopKRouter
 
     def skewed(gating, router, hidden):
         logits = gating(router, hidden)
@@ -206,7 +196,6 @@ def before_iterations(do):
 
     The plugin wraps Megatron's ``train_step`` in turn, so that re-sharding is over.
     """
-    from megatron.training import get_args, training
 
     def step(original, forward, data, model, optimizer, *args, **kwargs):
         do(get_args().curr_iteration + 1, model, optimizer)
@@ -231,7 +220,6 @@ def flags(strategy, **more):
 
 def share_exactly():
     """Let ``fssdp`` share tokens out by exact counts, which price would hardly ever choose on CPU ranks."""
-    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
     def exact(before_gate, *given):
         return replace(before_gate(*given), dispatch_policy="exact")
@@ -278,13 +266,6 @@ def command_line(model, arguments, data):
 
 def train_on_rank(rank, world_size, argv, before, launcher):
     """Run a training's script on this rank, see :func:`train_on_all_ranks`."""
-    import runpy
-
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.training import training
-
-    from megatron_fssdp.megatron_adapter.entry.launcher import launch
-
     losses, other_losses, grad_norms = list[float](), list[float](), list[float]()
 
     def recording_step(step, *args, **kwargs):

@@ -12,7 +12,9 @@ from functools import cache
 from itertools import product
 
 import pytest
+from megatron.core import dist_checkpointing
 
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 
 from ..training_run import assert_close, train
@@ -46,10 +48,6 @@ class Shelf:
         self._train, self.written = cache(self._train), cache(self.written)
 
     def written(self, optimizer, strategy, size):
-        from megatron.core import dist_checkpointing
-
-        from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint
-
         folder = self.folder / f"{optimizer}-{strategy}-{size}"
         saving = f"--save {folder} --save-interval {SAVED_AT} --exit-interval {SAVED_AT}"
         self._train(optimizer, strategy, size, saving)

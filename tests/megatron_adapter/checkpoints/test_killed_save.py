@@ -5,7 +5,10 @@ import os
 import signal
 
 import pytest
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import save_with_new_marks
 from megatron_fssdp.testing.ranks import RankError
 
 from ..training_run import train, wrap
@@ -30,10 +33,6 @@ def test_a_checkpoint_that_is_being_overwritten_does_not_count_as_complete(text_
 
 def take_marks_and_die_in_save():
     """Kill rank 1 when it has written its data, in a folder whose completion marks are removed first."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import save_with_new_marks
 
     def retrieve(results, writer):
         written = results(writer)

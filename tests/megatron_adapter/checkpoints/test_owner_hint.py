@@ -6,15 +6,11 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.megatron_adapter.checkpoints import checkpoint_hints
-from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import (
-    OwnerHint,
-    fitting_owners,
-    hints_of,
-    layout,
-    take_or_log,
-)
+from megatron_fssdp.megatron_adapter.checkpoints.checkpoint_hints import OwnerHint, take_or_log
 from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.strategies.registry import build_strategy
 from tests.support.training_preload import on_ranks
@@ -33,10 +29,7 @@ TWICE = {"stages": [{**FIRST, "slot_LE": [[0] * 4] * 2}, None]}
 
 
 def slots_of(numbers, owners):
-    slots = SimpleNamespace(layers=numbers, layer_numbers=lambda: numbers, owners=owners, saved_owners=None)
-    if owners is None:
-        slots.layers = ()
-    return slots
+    return SimpleNamespace(layers=numbers, layer_numbers=lambda: numbers, owners=owners, saved_owners=None)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +44,13 @@ def slots_of(numbers, owners):
     ],
 )
 def test_hints_of_other_layouts_are_not_used(hint, sizes, match):
+    given = checkpoint_hints.layout(NUMBERS[0], sizes and OwnerMap.even(*sizes))
     with pytest.raises(ValueError, match=match):
-        fitting_owners(hint, layout(NUMBERS[0], sizes and OwnerMap.even(*sizes)), 0, 2)
+        checkpoint_hints.fitting_owners(hint, given, 0, 2)
 
 
 @on_ranks(4, ep=2, pp=2)
 def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used():
-    from megatron.core import parallel_state
-
     lines = messages_of(checkpoint_hints.logger.name)
     checkpoint_hints.logger.setLevel(logging.INFO)
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -81,15 +73,14 @@ def test_all_ranks_gather_the_same_hint_and_one_logs_why_it_is_not_used():
     assert "keep the owners of the checkpoint" in kept
 
 
-class Session:
-    def __init__(self, name):
-        self.slots, self.name = object(), name
+class Session(SimpleNamespace):
+    """One to which there may be weak references."""
 
 
 @on_ranks(2, pp=2)
 def test_the_session_of_a_dropped_model_that_one_rank_still_has_changes_nothing():
     """Ranks collect garbage at other times."""
-    sessions = [Session("dropped"), Session("saved")]
+    sessions = [Session(slots=object(), name=name) for name in ("dropped", "saved")]
     for session in sessions:
         checkpoint_hints.add(session)
     if dist.get_rank():
@@ -113,9 +104,7 @@ def test_the_session_of_a_dropped_model_that_one_rank_still_has_changes_nothing(
 )
 def test_checkpoints_keep_what_a_run_may_change(name, keys, wanted):
     """Where owners stay, checkpoint formats that identify experts by position are allowed."""
-    from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-
     strategy = build_strategy(name, STRATEGIES[name].settings(**keys))
     session = SimpleNamespace(strategy=strategy, slots=None, runtime=None)
-    hints = hints_of(session)
+    hints = checkpoint_hints.hints_of(session)
     assert [hint.key for hint in hints] == [f"megatron_fssdp_{word}" for word in wanted.split()]

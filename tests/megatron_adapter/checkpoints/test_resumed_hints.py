@@ -33,13 +33,11 @@ def test_a_run_resumed_in_another_layout_keeps_the_selections_of_auto(text_data,
     strategy = f"{AUTO}{tmp_path / 'whole'}"
     whole = train(2, saving, text_data, strategy=strategy, before=told_what_to_choose)
     metrics = read_metrics(tmp_path / "whole")
-    assert [[layer.strategy for layer in iteration.layers] for iteration in metrics[3:5]] == [
-        ["ep", "ep"],  # four iterations are observed before the first selection
-        ["fssdp", "ep"],
-    ]
-    told = [text for text in whole.messages if "selected: fssdp in layer 1, ep in layer 2" in text]
-    assert len(told) == 1
-    assert "predicted gain" in told[0]
+    # Four iterations are observed before the first selection.
+    chosen = [[layer.strategy for layer in iteration.layers] for iteration in metrics[3:5]]
+    assert chosen == [["ep", "ep"], ["fssdp", "ep"]]
+    (told,) = [text for text in whole.messages if "selected: fssdp in layer 1, ep in layer 2" in text]
+    assert "predicted gain" in told
     loading = f"{{EP4}} {SELECTING} --load {tmp_path / 'checkpoints'} --ckpt-step 5"
     run = train(4, loading, text_data, strategy=f"{AUTO}{tmp_path / 'resumed'}")
     resumed = read_metrics(tmp_path / "resumed")

@@ -4,6 +4,8 @@ import queue
 from itertools import product
 
 import pytest
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
@@ -38,9 +40,6 @@ def is_moved(attachment):
 
 @on_ranks(2, ep=2)
 def test_moved_experts_and_their_states_resume_under_any_strategy(tmp_path):
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     filesystem_async._results_queue = queue.Queue()  # Megatron's own queue takes a process, and seconds.
     of_stock = []
     for saving in (NONE, MOVING):

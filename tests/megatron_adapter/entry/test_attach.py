@@ -8,6 +8,7 @@ import pytest
 
 import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.iterations.attachment import current
 from tests.support.training_preload import on_ranks
 
 
@@ -18,8 +19,6 @@ def test_the_former_functions_name_their_successor():
 
 @on_ranks(2, ep=2)
 def test_the_environment_asks_for_a_strategy_with_settings():
-    from megatron_fssdp.megatron_adapter.iterations.attachment import current
-
     assert megatron_fssdp.attach_from_environment() is None
     os.environ["MEGATRON_FSSDP_SETTINGS"] = "slots=1, overlap_degree=2"
     with pytest.raises(ConfigurationError, match="MEGATRON_FSSDP_STRATEGY"):

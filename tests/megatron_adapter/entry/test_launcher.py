@@ -1,16 +1,20 @@
 """The launcher: `none` is stock Megatron, bad input gives one line, and foreign layers are refused."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megatron_fssdp.megatron_adapter.experts import gradient_sync
+from megatron_fssdp.megatron_adapter.layer import moe_layer
 from megatron_fssdp.records.metrics import read_metrics
+from tests.support.python_process import ROOT, run_python
 
-from ..training_run import GPT, SCRIPT, TINY_GPT_MOE, assert_equal, rows, train, train_on_all_ranks, wrap
+from ..training_run import GPT, TINY_GPT_MOE, assert_equal, train, train_on_all_ranks, wrap
 
 SHORT = "{EP2} --train-iters 2"
 
@@ -21,9 +25,6 @@ def test_strategy_none_equals_the_bare_script_bitwise(text_data):
 
 
 def forbid_the_plugins_layer():
-    from megatron_fssdp.megatron_adapter.experts import gradient_sync
-    from megatron_fssdp.megatron_adapter.layer import moe_layer
-
     def refuse(*args, **kwargs):
         raise AssertionError("--moe-strategy none built or wrapped something")
 
@@ -31,17 +32,13 @@ def forbid_the_plugins_layer():
     gradient_sync._install = refuse
 
 
-# Strategy and settings | Megatron's arguments | words that the line has. test_limits.py has more of them.
-BAD_INPUT = """
-    fsdp | | 'fsdp' 'fssdp'
-    fssdp nodes=3 | | nodes: 3
-    none | --context-parallel-size 2 | --context-parallel-size: 2
-"""
+# Strategy and settings, Megatron's arguments, and words that the line has. test_limits.py has more of them.
+BAD_INPUT = [("fsdp", "", "'fsdp' 'fssdp'"), ("fssdp nodes=3", "", "nodes: 3")]
+BAD_INPUT += [("none", "--context-parallel-size 2", "--context-parallel-size: 2")]
 
 
-@pytest.mark.parametrize("row", BAD_INPUT.strip().splitlines())
-def test_bad_input_gives_one_line_before_process_groups_start(row, text_data):
-    ((strategy, (arguments, named)),) = rows(row).items()
+@pytest.mark.parametrize(("strategy", "arguments", "named"), BAD_INPUT)
+def test_bad_input_gives_one_line_before_process_groups_start(strategy, arguments, named, text_data):
     options = {"strategy": strategy, "env": {"WORLD_SIZE": "2"}}
     (run,) = train_on_all_ranks(1, f"{{EP2}} {arguments}", text_data, **options)
     assert run.exit_code == 2
@@ -53,23 +50,16 @@ def test_bad_input_gives_one_line_before_process_groups_start(row, text_data):
 
 
 def remove_a_seam():
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
     del MoELayer.postprocess
 
 
 def build_other_layers():
     """Build the model from a spec that holds another class than Megatron's, as a fork might."""
-    from functools import partial
 
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    class OtherLayer(MoELayer):
-        pass
+    other = type("OtherLayer", (MoELayer,), {})
 
     def with_other_layer(stock, *args, **kwargs):
-        return partial(OtherLayer, submodules=stock(*args, **kwargs).keywords["submodules"])
+        return partial(other, submodules=stock(*args, **kwargs).keywords["submodules"])
 
     wrap(gpt_layer_specs, "get_moe_module_spec_for_backend", with_other_layer)
 
@@ -114,7 +104,7 @@ def test_bad_input_to_a_script_that_registers_itself_gives_one_line(tmp_path):
         "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
         "raise ConfigurationError('slots: got -1, wanted a count')\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    done = run_python(script)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "[fssdp] error on rank 0: slots: got -1, wanted a count"
     assert "Traceback" not in done.stderr
@@ -126,16 +116,9 @@ def test_bad_input_to_a_script_that_registers_itself_gives_one_line(tmp_path):
 def test_an_unmodified_script_of_a_checkout_trains():
     script = Path(os.environ["MEGATRON_LM_PATH"]) / "pretrain_gpt.py"
     training = f"{TINY_GPT_MOE} --mock-data --train-iters 3 --log-interval 1 --moe-strategy fssdp"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-            *("-m", "megatron_fssdp", str(script), *training.split(), "--expert-model-parallel-size", "4"),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=SCRIPT.parents[1],
-        capture_output=True,
-        text=True,
-    )
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, "-m", "megatron_fssdp")
+    training = (*training.split(), "--expert-model-parallel-size", 4)
+    done = run_python(*words, script, *training, cwd=ROOT, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "iteration        3/" in done.stdout
     assert "[fssdp] strategy fssdp: installed in 2 MoE layers" in done.stdout + done.stderr

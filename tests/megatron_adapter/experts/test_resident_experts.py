@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core import parallel_state
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import Parameter
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts, _start_states_like
+from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
+from megatron_fssdp.megatron_adapter.iterations.training_reports import account_memory
 from tests.support.training_preload import run_megatron_ranks
 
 from ..held_bytes import num_bytes, state_bytes
@@ -73,8 +78,6 @@ def test_checkpoints_hold_each_expert_once(optimizer, text_data, tmp_path):
 
 
 def train_without_gloo_groups(rank, world_size):
-    from megatron.core import parallel_state
-
     cheap_links()
     parallel_state.destroy_model_parallel()
     sizes = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
@@ -110,12 +113,8 @@ def test_sums_on_their_way_are_no_change_by_the_loop():
 
     A thread of gloo counts a change when its average arrives, which DDP has started beside the passes.
     """
-    from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
-
-    gradients, buffer = (
-        SimpleNamespace(num_complete=0, is_home=True),
-        SimpleNamespace(grad_data=torch.zeros(1)),
-    )
+    gradients = SimpleNamespace(num_complete=0, is_home=True)
+    buffer = SimpleNamespace(grad_data=torch.zeros(1))
     residents = object.__new__(ResidentExperts)
     residents._owned = SimpleNamespace(layers=[SimpleNamespace(gradients=gradients)])
     group = SimpleNamespace(grad_reduce_handle=None)
@@ -133,21 +132,14 @@ def test_sums_on_their_way_are_no_change_by_the_loop():
         residents.following().__enter__()
 
 
-class LayerWiseDistributedOptimizer:
-    chained_optimizers = ()
-
-
 def test_a_layer_wise_optimizer_is_refused():
-    from megatron_fssdp.megatron_adapter.experts.resident_experts import ResidentExperts
-
-    nothing = None
+    optimizer = type("LayerWiseDistributedOptimizer", (), {"chained_optimizers": ()})()
     with pytest.raises(ConfigurationError, match="got Megatron's layer-wise optimizer"):
-        ResidentExperts(nothing, 1, [], LayerWiseDistributedOptimizer(), nothing)
+        ResidentExperts(None, 1, [], optimizer, None)
 
 
 def test_states_begin_like_those_of_parameters_with_equal_settings():
     """Megatron's Muon gives weights a momentum, and Adam trains biases."""
-    from megatron_fssdp.megatron_adapter.experts.resident_experts import _start_states_like
 
     def optimizers():
         groups = [
@@ -178,14 +170,9 @@ def test_states_begin_like_those_of_parameters_with_equal_settings():
 
 def compare_in_training(*, counts_in_groups):
     """At the end of every iteration, compare the contents of replicas with those of their owners."""
-    from megatron.core import optimizer, parallel_state
-
-    from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-    from megatron_fssdp.megatron_adapter.iterations.training_reports import account_memory
-
     cheap_links()
     if counts_in_groups:
-        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = AdamOfGroups, False
+        megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = AdamOfGroups, False
     compared = {"compared": 0, "difference": 0.0}
 
     def end_and_compare(end, driver):

@@ -6,15 +6,14 @@ from types import MethodType
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.activation_logging import ActivationLogger
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.experts.slot_experts import SlotExperts, _blanks_like
+from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 from tests.support.training_preload import on_ranks
 
-from ..grouped_linear import grouped_experts
 from ..layer.small_config import build_layer, moe_config, session_of
 
 TOKENS, HIDDEN, EXPERTS = 24, 8, 4
@@ -39,18 +38,12 @@ class Additions(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def two_grouped_experts(config, **options):
-    return grouped_experts(**options)(
-        2, config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups()
-    )
-
-
 @on_ranks(1)
 def test_empty_slots_have_no_gradients_to_add_and_share_their_memory():
     """With two experts and four empty slots, the grouped layers add to each ``main_grad`` once."""
     config = moe_config(1, HIDDEN, 2, moe_grouped_gemm=True)
+    module = build_layer(config, "", {}, stock=True, fuses=True).experts
     config.gradient_accumulation_fusion = True
-    module = two_grouped_experts(config, fuses=True)
     experts = SlotExperts(module, 2)
     for parameter in module.parameters():
         parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
@@ -74,7 +67,7 @@ def test_empty_slots_have_no_gradients_to_add_and_share_their_memory():
 @on_ranks(1)
 def test_quantized_copies_end_with_the_weights_of_an_iteration():
     """Copies that stay for two and for three slots: two iterations, a pass of its own, an iteration."""
-    module = two_grouped_experts(moe_config(1, HIDDEN, 2, moe_grouped_gemm=True))
+    module = build_layer(moe_config(1, HIDDEN, 2, moe_grouped_gemm=True), "", {}, stock=True).experts
     experts, copies = SlotExperts(module, 2), []
     for slots, for_iteration in ((2, True), (3, True), (2, False), (2, True)):
         experts.bind([*experts.parameters, None][:slots], for_iteration=for_iteration)
@@ -135,7 +128,6 @@ def test_adapters_that_a_host_switches_off_are_off_in_all_slots():
 @on_ranks(2, ep=2)
 def test_adapters_of_another_data_type_or_scale_than_others_are_refused():
     """An expert travels as one tensor, and a re-shard lets it compute in the place of another layer's."""
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
 
     def scale(down):
         down.scaling = {"default": 4}
@@ -249,8 +241,6 @@ CHANGES = [
 @on_ranks(2, ep=2)
 def test_changed_experts_are_refused():
     """Hosts wrap, quantize and replace parts, add hooks, and replace methods of single objects."""
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import StrategyMoELayer
-
     for (words, change, when), grouped in product(CHANGES, (False, True)):
         for joined in when:
             config = moe_config(2, HIDDEN, EXPERTS, moe_grouped_gemm=grouped)

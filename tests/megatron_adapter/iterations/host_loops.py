@@ -6,9 +6,20 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel as Ddp
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
+import megatron_fssdp
 from megatron_fssdp.megatron_adapter.wrapping import wrap
+from megatron_fssdp.runtime.layers.pass_binder import PassBinder
 
+from ..expert_gradients import owned_experts
 from ..layer.small_config import moe_config
 
 MICRO_BATCHES, BATCH, LENGTH, VOCABULARY, EXPERTS = 2, 2, 16, 64, 8
@@ -20,7 +31,7 @@ class Trained:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gradients: list[dict[tuple[int, int, int], float]] = field(default_factory=list)
+    gradients: list[dict[tuple[str, int, int], float]] = field(default_factory=list)
     replicas: list[int] = field(default_factory=list)  # most of a layer's plan, by iteration
     forward_only: list[float] = field(default_factory=list)  # losses of log-probabilities
     num_known: int = 0  # iterations whose loads are known of every layer, at the end
@@ -34,26 +45,15 @@ class Host:
     has_gloo_groups = True  # in Megatron's parallel state
 
     def __init__(self, **options):
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
         model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
         self.config = config()
-        ddp_config = finished(
-            DistributedDataParallelConfig,
-            **{"use_distributed_optimizer": True, "bucket_size": 4000, **options},
-        )
-        self.gpt = build(self.config)
-        self.model = DistributedDataParallel(self.config, ddp_config, self.gpt)
+        self.model = wrapped(self.config, **options)
+        self.gpt, ddp_config = self.model.module, self.model.ddp_config
         adam = {"optimizer": "adam", "lr": 2e-2, "overlap_param_gather": ddp_config.overlap_param_gather}
-        distributed = ddp_config.use_distributed_optimizer
-        self.optimizer = get_megatron_optimizer(
-            finished(OptimizerConfig, use_distributed_optimizer=distributed, **adam),
-            [self.model],
-            use_gloo_process_groups=self.has_gloo_groups,
-        )
+        adam["use_distributed_optimizer"] = ddp_config.use_distributed_optimizer
+        given = finished(OptimizerConfig, **adam), [self.model]
+        self.optimizer = get_megatron_optimizer(*given, use_gloo_process_groups=self.has_gloo_groups)
         self._hooks()
         if ddp_config.overlap_param_gather:  # as Megatron-LM does until the first step is over
             self.model.disable_forward_pre_hook(param_sync=False)
@@ -67,8 +67,6 @@ class Host:
         self._generator = torch.Generator().manual_seed(100 + dist.get_rank() + 1000 * iteration)
 
     def _hooks(self):
-        from megatron.core.distributed import finalize_model_grads
-
         config, ddp = self.config, self.model.ddp_config
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
@@ -88,20 +86,13 @@ class Host:
 
     def passes(self, number=MICRO_BATCHES, *, model=None, forward_only=False):
         """Passes by Megatron's schedule; the sum of the losses."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def step(data, chunk):
             return self.forward(chunk), lambda loss: (loss, {"loss": loss.detach()})
 
-        losses = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=None,
-            model=[model or self.model],
-            num_microbatches=number,
-            seq_length=LENGTH,
-            micro_batch_size=BATCH,
-            forward_only=forward_only,
-        )
+        sizes = {"num_microbatches": number, "seq_length": LENGTH, "micro_batch_size": BATCH}
+        given = {"forward_step_func": step, "data_iterator": None, "model": [model or self.model]}
+        losses = get_forward_backward_func()(**given, **sizes, forward_only=forward_only)
         return sum(float(output["loss"]) for output in losses)
 
     def log_probabilities(self, model=None):
@@ -113,8 +104,6 @@ class Host:
     @contextmanager
     def reference_weights(self):
         """Give the model the weights of a reference, by their names, and its own ones afterwards."""
-        import megatron_fssdp
-
         megatron_fssdp.restore_owners(self.model)
         overlaps = bool(self.model.remove_forward_pre_hook_handles)
         if overlaps:
@@ -137,8 +126,6 @@ class Host:
         self.optimizer.zero_grad()
 
     def finalize(self):
-        from megatron.core.distributed import finalize_model_grads
-
         finalize_model_grads([self.model])
 
     def step(self, loss):
@@ -148,22 +135,14 @@ class Host:
         self.results.losses.append(loss)
 
     def _layers(self):
-        from megatron.core.transformer.moe.moe_layer import MoELayer
-
         return (module for module in self.gpt.modules() if isinstance(module, MoELayer))
 
     def gradients(self):
-        norms = {}
-        for index, layer in enumerate(self._layers()):
-            if (slots := getattr(layer, "slot_layer", None)) is not None:
-                experts = slots.local.experts.parameters
-            else:
-                of_experts = (list(module.parameters()) for module in layer.experts.local_experts)
-                experts = dict(zip(layer.local_expert_indices, of_experts, strict=True))
-            for expert, parameters in experts.items():
-                for place, parameter in enumerate(parameters):
-                    norms[index, expert, place] = float(parameter.main_grad.norm())
-        return norms
+        return {
+            (*expert, place): float(parameter.main_grad.norm())
+            for expert, parameters in owned_experts([self.gpt])
+            for place, parameter in enumerate(parameters)
+        }
 
     def overlaps_gather(self):
         """After the first step, parameters are gathered in forward passes."""
@@ -179,6 +158,11 @@ def finished(kind, **options):
     return late
 
 
+def wrapped(config, **options):
+    options = {"use_distributed_optimizer": True, "bucket_size": 4000, **options}
+    return Ddp(config, finished(DistributedDataParallelConfig, **options), build(config))
+
+
 def config():
     sizes = {"num_layers": 2, "num_attention_heads": 2, "moe_router_topk": 2, "init_method_std": 0.1}
     return moe_config(2, 16, EXPERTS, **sizes, hidden_dropout=0.0, attention_dropout=0.0)
@@ -186,10 +170,6 @@ def config():
 
 def build(config):
     """A GPT whose first experts are hot, and whose experts differ between ranks."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     gpt = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=LENGTH)
     for layer in (module for module in gpt.modules() if isinstance(module, MoELayer)):
@@ -293,16 +273,14 @@ def offloading(host, iteration):
     """Between the phases, the memory of parameters and gradients is given back, as verl does."""
     host.reset()
     host.step(host.passes())
-    buffers = (*host.model.buffers, *host.model.expert_parallel_buffers)
-    kept = [None if buffer.param_data is None else buffer.param_data.clone() for buffer in buffers]
-    for buffer in buffers:
-        for tensor in filter(lambda held: held is not None, (buffer.param_data, buffer.grad_data)):
+    for buffer in (*host.model.buffers, *host.model.expert_parallel_buffers):
+        held = [tensor for tensor in (buffer.param_data, buffer.grad_data) if tensor is not None]
+        kept = [tensor.clone() for tensor in held]
+        for tensor in held:
             tensor.untyped_storage().resize_(0)
-    for buffer, values in zip(buffers, kept, strict=True):
-        for tensor in filter(lambda held: held is not None, (buffer.param_data, buffer.grad_data)):
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        if values is not None:
-            buffer.param_data.copy_(values)
+        for tensor, values in zip(held, kept, strict=True):
+            tensor.untyped_storage().resize_(values.nbytes)
+            tensor.copy_(values)
 
 
 LOOPS = {loop.__name__: loop for loop in (swift, verl, slime, nemo, by_hand, abandoning, offloading)}
@@ -310,9 +288,6 @@ LOOPS = {loop.__name__: loop for loop in (swift, verl, slime, nemo, by_hand, aba
 
 def trained(strategy, loop, num_iterations=3, **options):
     """Train a new model on this rank."""
-    import megatron_fssdp
-    from megatron_fssdp.runtime.layers.pass_binder import PassBinder
-
     made = list[int]()
 
     def counting(make, self, plan, *given, **more):

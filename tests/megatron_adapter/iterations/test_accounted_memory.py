@@ -5,6 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from megatron.core import num_microbatches_calculator
+
+from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
+from megatron_fssdp.megatron_adapter.iterations.training_reports import _most_micro_batches, account_memory
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
+from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
+from megatron_fssdp.strategies.fastermoe import fastermoe_strategy
 
 from ..held_bytes import num_bytes, state_bytes
 from ..training_run import note, rows, slow, train, wrap
@@ -81,10 +88,6 @@ def test_each_micro_batch_in_flight_has_its_own_replicas(name, text_data):
 
 
 def test_growing_batches_are_accounted_with_the_largest(monkeypatch):
-    from megatron.core import num_microbatches_calculator
-
-    from megatron_fssdp.megatron_adapter.iterations.training_reports import _most_micro_batches
-
     args = SimpleNamespace(micro_batch_size=2, data_parallel_size=4, step_batch_size_schedule=None)
     assert _most_micro_batches(args, 3) == 3  # by what a schedule announces, where Megatron counts nothing
     monkeypatch.setattr(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", args)
@@ -100,9 +103,6 @@ def test_growing_batches_are_accounted_with_the_largest(monkeypatch):
 
 
 def at_end(do):
-    from megatron_fssdp.megatron_adapter.iterations.iteration_driver import IterationDriver
-    from megatron_fssdp.megatron_adapter.iterations.training_reports import account_memory
-
     def end_and_do(end, driver):
         do(driver, account_memory(driver._session, driver._host, driver.held))
         return end(driver)
@@ -112,10 +112,6 @@ def at_end(do):
 
 def shadow_and_measure():
     """Shadow the first experts for any counts, and note the largest number of bytes that replicas had."""
-    from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
-    from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
-    from megatron_fssdp.strategies.fastermoe import fastermoe_strategy
-
     fastermoe_strategy.select_shadows = lambda *_, most, **__: tuple(range(most))
     allocated = []
     gc.freeze()  # objects that exist already are not searched

@@ -18,20 +18,12 @@ from tests.support.training_preload import on_ranks, run_megatron_ranks
 from . import host_loops
 
 
-def wrapped():
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    config = host_loops.config()
-    ddp = host_loops.finished(DistributedDataParallelConfig, use_distributed_optimizer=True)
-    return DistributedDataParallel(config, ddp, host_loops.build(config))
-
-
 @on_ranks(2, ep=2)
 def test_a_model_that_is_dropped_gives_its_memory_back():
     """NeMo-RL wraps a reference, too, copies its weights, and drops it."""
     for strategy in (("none", {}), ("ep", {}), ("fssdp", {"slots": 2, "overlap_degree": 3})):
         attachment = megatron_fssdp.attach(*strategy)
-        trained, reference = wrapped(), wrapped()
+        trained, reference = (host_loops.wrapped(host_loops.config()) for _ in range(2))
         of_reference, rank = weakref.ref(reference), dist.get_rank()
         assert len(attachment.models) == 2
         tokens = torch.arange(host_loops.LENGTH)[None] + rank

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from megatron_fssdp.megatron_adapter.entry import registration
 from megatron_fssdp.megatron_adapter.iterations import host_settings
 from tests.support.training_preload import on_ranks
 
@@ -34,7 +35,6 @@ def other_queues():
 
 def other_routing():
     """Let each rank's command line ask for another number of experts for a token."""
-    from megatron_fssdp.megatron_adapter.entry import registration
 
     def attach(stock, requested):
         (args,) = requested.host.sources

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import types
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training import training
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.iterations.run_recorder import RunRecorder
@@ -19,7 +21,7 @@ from megatron_fssdp.records.placements import read_placements
 from megatron_fssdp.records.recorded_run import load
 from megatron_fssdp.records.run_settings import run_config_of
 
-from ..training_run import assert_equal, note, relative_difference, train, wrap
+from ..training_run import assert_equal, note, relative_difference, slow, train, wrap
 
 STAGES, PEERS = "{PP2} {BATCH16}", "{TP2} {NO_BIAS}"
 RESHARDING = "reshard_interval=3 overlap_degree=1 slots=1"
@@ -52,8 +54,6 @@ def test_all_devices_and_layers_are_recorded(layout, num_sources, text_data, tmp
     assert loads.counts_ILDE.shape == (3, 2, num_sources, 8)
     assert (loads.counts_ILDE.sum(axis=(2, 3)) == batch * 16 * 2).all()
     # All groups are inside one node, so each of the batch's tokens is on one node and on one or two devices.
-    assert loads.by_nodes_ILN is not None
-    assert loads.by_devices_ILD is not None
     assert (loads.by_nodes_ILN == batch * 16).all()
     assert (loads.by_devices_ILD.sum(axis=2) == batch * 16).all()
     assert (loads.by_devices_ILD > 0).all()
@@ -79,8 +79,6 @@ def test_all_devices_and_layers_are_recorded(layout, num_sources, text_data, tmp
 
 def note_routing():
     """Note the counts of each pass: layer, device and tokens by expert."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.router import TopKRouter
 
     def routing(route, router, *args, **kwargs):
         probs, routing_map = route(router, *args, **kwargs)
@@ -118,7 +116,6 @@ def check_passes(metrics, num_stages):
         passes = [layer_pass for layer in entry.layers for layer_pass in (layer.forward, layer.backward)]
         inside_s = 0.0
         for layer_pass in passes:
-            assert layer_pass is not None
             parts = (layer_pass.other_s, layer_pass.dispatch_s, layer_pass.experts_s, layer_pass.combine_s)
             assert min(parts) > 0
             assert layer_pass.experts_slowest_s >= layer_pass.experts_s
@@ -177,23 +174,17 @@ def test_strategy_none_records_losses(text_data, tmp_path):
     assert all(entry.tokens_per_s > 0 for entry in metrics)
 
 
-@pytest.mark.parametrize(
-    ("layout", "num_ranks"),
-    [
-        ("{EP2} {PP2} {BATCH16} {RECOMPUTE_MOE}", 4),
-        pytest.param("{EP2}", 4, marks=pytest.mark.slow),
-        pytest.param("{EP2} {INTERLEAVED} {BATCH16}", 4, marks=pytest.mark.slow),
-        pytest.param("{EP2} {TP2} {NO_BIAS}", 4, marks=pytest.mark.slow),
-        pytest.param("{EP2} {MTP}", 2, marks=pytest.mark.slow),
-        pytest.param("{EP2} {DROPPING} {RECOMPUTE}", 2, marks=pytest.mark.slow),
-        pytest.param("{NO_BIAS}", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_none_and_ep_record_the_same_loads(layout, num_ranks, text_data, tmp_path):
+ALIKE = {"{EP2} {PP2} {BATCH16} {RECOMPUTE_MOE}": 4}
+MORE = {"{EP2}": 4, "{EP2} {INTERLEAVED} {BATCH16}": 4, "{EP2} {TP2} {NO_BIAS}": 4, "{EP2} {MTP}": 2}
+MORE |= {"{EP2} {DROPPING} {RECOMPUTE}": 2, "{NO_BIAS}": 1}
+
+
+@pytest.mark.parametrize("layout", [*ALIKE, *slow(MORE)])
+def test_none_and_ep_record_the_same_loads(layout, text_data, tmp_path):
+    num_ranks = (ALIKE | MORE)[layout]
     for name in ("none", "ep"):
-        train(
-            num_ranks, f"{layout} --train-iters 1", text_data, strategy=f"{name} record_dir={tmp_path / name}"
-        )
+        strategy = f"{name} record_dir={tmp_path / name}"
+        train(num_ranks, f"{layout} --train-iters 1", text_data, strategy=strategy)
     stock, ours = (load(tmp_path / name) for name in ("none", "ep"))
     # Routers of later iterations differ where ranks add gradients in another order.
     for record in ("loads", "placements"):
@@ -205,8 +196,6 @@ def test_none_and_ep_record_the_same_loads(layout, num_ranks, text_data, tmp_pat
 
 
 def note_evaluations():
-    from megatron.training import training
-
     def noting(evaluate, *args, **kwargs):
         result = evaluate(*args, **kwargs)
         note(float(result[0]["lm loss"]))
@@ -269,31 +258,23 @@ def figures(name, record, but):
 
 
 def note_and_fake_wandb():
-    note_routing()
-    module = types.ModuleType("wandb")
-
     def log(values, step=None):
         note((step, {name: np.asarray(value).tolist() for name, value in values.items()}))
 
-    module.init = lambda **_: None
-    module.log = log
-    module.Histogram = lambda sequence: sequence
-    module.config = types.SimpleNamespace(update=lambda *_, **__: None)
-    module.finish = lambda *_: None
-    module.run = types.SimpleNamespace(dir="", log_artifact=lambda *_: None)
-    sys.modules["wandb"] = module
+    note_routing()
+    sys.modules["wandb"] = mock.Mock(log=log, Histogram=lambda sequence: sequence, **{"run.dir": ""})
 
 
 def test_records_that_cannot_go_on_end_alone(caplog):
     recorder = object.__new__(RunRecorder)
-    recorder._metrics = mock.Mock(append=mock.Mock(side_effect=ConfigurationError("record_dir: disk full")))
-    recorder.record_dir = Path("folder")
+    full = ConfigurationError("record_dir: disk full")
+    recorder._metrics, recorder.record_dir = mock.Mock(**{"append.side_effect": full}), Path("folder")
     metrics = SimpleNamespace(iteration=7, session=None)
     for _ in range(2):
         recorder._write_or_stop(metrics, [])
     assert [record.getMessage() for record in caplog.records] == [
         "[fssdp] iteration 7: records end here, training goes on: record_dir: disk full"
     ]
-    recorder._metrics = mock.Mock(append=mock.Mock(side_effect=ConfigurationError("record_dir: disk full")))
+    recorder._metrics = mock.Mock(**{"append.side_effect": full})
     with pytest.raises(ConfigurationError):  # A run begins only if its records do.
         recorder._write_or_stop(SimpleNamespace(iteration=1, session="first"), [])

@@ -8,6 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 import megatron_fssdp
 from megatron_fssdp.config.errors import ConfigurationError
@@ -41,11 +44,7 @@ def reading(host, iteration):
 
 
 def own_finalize(host, iteration):
-    """A function of the loop's own changes gradients before DDP reduces them.
-
-    Before they are set to zero, there is a forward pass without a backward pass, in training mode.
-    """
-    from megatron.core.distributed import finalize_model_grads
+    """The loop changes gradients before DDP reduces them. A forward pass is left without a backward pass."""
 
     def finalize(chunks, *args, **kwargs):
         halve(host)
@@ -203,8 +202,6 @@ def experts_of_first(host):
 
 
 def new_optimizer(host):
-    from megatron.core.optimizer import get_megatron_optimizer
-
     return get_megatron_optimizer(host.optimizer.config, [host.model], use_gloo_process_groups=True)
 
 
@@ -216,29 +213,12 @@ def halve(host):
 
 RECORDING = ("none", {"record_dir": "unused"})
 QUOTA, FLEXMOE = ("quota", {"slots": 2}), ("flexmoe", {"placement_interval": 1, "window": 1})
-LOOPS = {
-    late_reset: [MOVING],
-    reading: [MOVING],
-    own_finalize: [MOVING],
-    in_parts: [MOVING],
-    one_by_one: [MOVING],
-    halving: [MOVING],
-    halving_between: [FLEXMOE],
-    crossed: [MOVING, QUOTA],
-    # Weights are written while Parameters have the experts that their names mean.
-    averaged: [FSSDP],
-    in_chunks: [FSSDP],
-    in_eval_mode: [MOVING],
-}
-MORE = {
-    late_reset: [QUOTA],
-    reading: [QUOTA],
-    halving: [QUOTA],
-    crossed: [FLEXMOE],
-    averaged: [QUOTA],
-    in_chunks: [QUOTA],
-    in_eval_mode: [FLEXMOE],
-}
+PLAIN = (late_reset, reading, own_finalize, in_parts, one_by_one, halving, in_eval_mode)
+LOOPS = {loop: [MOVING] for loop in PLAIN} | {halving_between: [FLEXMOE], crossed: [MOVING, QUOTA]}
+# Weights are written while Parameters have the experts that their names mean.
+LOOPS |= {loop: [FSSDP] for loop in (averaged, in_chunks)}
+MORE = {loop: [QUOTA] for loop in (late_reset, reading, halving, averaged, in_chunks)}
+MORE |= {loop: [FLEXMOE] for loop in (crossed, in_eval_mode)}
 
 
 def train_unusually(rank, world_size, table):
@@ -298,9 +278,7 @@ REFUSED = {
 
 def refusals(rank, world_size):
     """What each case says, or nothing."""
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
+    cheap_links()  # Else, on a busy machine, FlexMoE would have no replicas.
     said = {}
 
     def note(case, call, *arguments):

@@ -13,7 +13,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_fssdp.megatron_adapter.layer import strategy_session
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.slots.gradient_totals import gradient_of
 
@@ -60,17 +63,12 @@ def compare_rows(rank, rows):
 
 
 def _compare(rank, row):
-    from megatron.core import parallel_state as ps
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    from megatron_fssdp.megatron_adapter.layer import strategy_session
-
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0, dtype=row.options.get("params_dtype")))
     group, tp = ps.get_tensor_model_parallel_group(), ps.get_tensor_model_parallel_world_size()
     has_same = not row.split and tp > 1
     sees_all = "moe_expert_capacity_factor" in row.options and row.settings.get("schedule") == "s2"
-    detect = strategy_session.detect_topology
-    with patch.object(strategy_session, "detect_topology", partial(_topology, detect, row.nodes)):
+    given = {"detect_topology": lambda *_: Topology(row.nodes)} if row.nodes else {}
+    with patch.dict(vars(strategy_session), given):
         ours = _layer(row, row.split and tp > 1)
         if sees_all:  # Each rank drops among all tokens, which Megatron cannot do.
             stock = _layer(replace(row, settings={"schedule": "baseline"}), False)
@@ -111,10 +109,6 @@ def _compare(rank, row):
     return comparison
 
 
-def _topology(detect, nodes, *arguments):
-    return Topology(nodes) if nodes else detect(*arguments)
-
-
 def _select_nothing(layer, *arguments):
     probs, routing_map = type(layer).route(layer, *arguments)
     return probs * 0, routing_map & False
@@ -131,8 +125,6 @@ def _count_rows(comparison, dispatcher, routing_map):
 
 
 def _layer(row, is_split, *, is_stock=False):
-    from megatron.core import parallel_state as ps
-
     sizes = {
         "tensor_model_parallel_size": ps.get_tensor_model_parallel_world_size(),
         "expert_tensor_parallel_size": ps.get_expert_tensor_parallel_world_size(),
@@ -166,8 +158,6 @@ def _add_to_main_grad(parameter):
 
 def _pass(layer, hidden, upstream, *, in_segments=False):
     """Output, gradients of the input and of the router, and those of the experts over their copies."""
-    from megatron.core import parallel_state as ps
-
     layer.zero_grad()
     for parameter in layer.experts.parameters():
         if hasattr(parameter, "main_grad"):

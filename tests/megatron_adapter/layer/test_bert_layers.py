@@ -6,8 +6,16 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.layer import bert_layers
+from megatron_fssdp.megatron_adapter.layer.bert_layers import with_experts
+from megatron_fssdp.megatron_adapter.layer.model_layers import join
+from megatron_fssdp.pretraining.pretrain_bert import stock_spec
 from tests.support.training_preload import on_ranks
 
 from .small_config import moe_config, session_of
@@ -15,8 +23,6 @@ from .small_config import moe_config, session_of
 
 def model_of(spec, num_experts=4, **keys):
     """A tiny BERT."""
-    from megatron.core.models.bert.bert_model import BertModel
-
     options = {"num_layers": 4, "num_attention_heads": 2, "add_bias_linear": True, "hidden_dropout": 0.0}
     config = moe_config(1, 16, num_experts or 1, **options, attention_dropout=0.0, **keys)
     config.num_moe_experts = num_experts
@@ -30,11 +36,6 @@ def kinds_of(model):
 @on_ranks(1)
 def test_bert_models_have_experts_in_the_requested_layers():
     # Bound before the plugin is installed, as Megatron-LM's script does.
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
-
-    from megatron_fssdp.megatron_adapter.layer import bert_layers
-    from megatron_fssdp.megatron_adapter.layer.model_layers import join
-
     dense = model_of(stock, None)
     bert_layers.install()
     every = model_of(stock)
@@ -55,8 +56,6 @@ def test_bert_models_have_experts_in_the_requested_layers():
 
 def _check_attention(model):
     """Words attend to later words, and no word attends to the padding."""
-    import torch
-
     model.eval()
     mask = torch.tensor([[1] * 6 + [0] * 2])
 
@@ -75,11 +74,6 @@ def _check_attention(model):
 
 
 def test_specs_differ_only_in_the_layers_with_experts():
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec as stock
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from megatron_fssdp.megatron_adapter.layer.bert_layers import with_experts
-
     config = SimpleNamespace(num_moe_experts=4, moe_grouped_gemm=False)
     ours = with_experts(stock, config)
     experts = ours.params["experts"]
@@ -96,7 +90,5 @@ def test_specs_differ_only_in_the_layers_with_experts():
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="has Transformer Engine")
 def test_a_missing_transformer_engine_is_named():
-    from megatron_fssdp.pretraining.pretrain_bert import stock_spec
-
     with pytest.raises(ConfigurationError, match="--transformer-impl local"):
         stock_spec(use_transformer_engine=True)

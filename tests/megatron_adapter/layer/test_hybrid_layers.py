@@ -10,43 +10,34 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.layer import model_layers
+from megatron_fssdp.megatron_adapter.layer.model_layers import StrategyMoELayer, join
+from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
 from tests.support.training_preload import on_ranks
 
 from ..training_run import train_on_all_ranks
-from .small_config import moe_config, session_of
+from .small_config import build_layer, moe_config, session_of
 
 EXPERTS, HIDDEN, LAYERS = 4, 8, 3
-
-
 CONFIG = partial(moe_config, 2, HIDDEN, EXPERTS, num_layers=LAYERS, hidden_dropout=0.0)
 SETTINGS = {"slots": 1, "overlap_degree": 2}
 
 
 @on_ranks(2, ep=2)
 def test_a_stack_computes_what_stock_megatron_computes():
-    from megatron.core.models.hybrid.hybrid_block import HybridStack
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    from megatron_fssdp.megatron_adapter.layer.model_layers import join
-
     hybrid_stack_spec.submodules.moe_layer.submodules.pre_mlp_layernorm = WrappedTorchNorm
     config, groups = CONFIG(), ProcessGroupCollection.use_mpu_process_groups()
 
-    def build():
-        return HybridStack(
-            config,
-            hybrid_stack_spec.submodules,
-            layer_type_list=["E"] * LAYERS,
-            post_layer_norm=False,
-            pg_collection=groups,
-        )
-
-    stock = build()
-    session, ours = session_of("fssdp", SETTINGS), build()
+    how = {"layer_type_list": ["E"] * LAYERS, "post_layer_norm": False, "pg_collection": groups}
+    stock, ours = (HybridStack(config, hybrid_stack_spec.submodules, **how) for _ in range(2))
+    session = session_of("fssdp", SETTINGS)
     join(ours, session)
     ours.load_state_dict(stock.state_dict())
     hidden = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -58,8 +49,6 @@ def test_a_stack_computes_what_stock_megatron_computes():
 
 def _order_of_begins(stack):
     """What a pass does, if a layer of another kind comes before those of experts."""
-    from megatron_fssdp.megatron_adapter.layer.moe_layer import install_beginnings
-
     done, first = [], stack.layers[0]
     other = torch.nn.Identity()
     other.config, other.layer_number, other._te_cuda_graph_replay = first.config, 0, None
@@ -77,31 +66,23 @@ def _order_of_begins(stack):
     return done
 
 
+def _stock_layer(number=None):
+    layer = build_layer(CONFIG(), "", {}, stock=True)
+    layer.layer_number = number
+    return layer
+
+
 @on_ranks(2, ep=2)
 def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder():
-    from megatron.core.models.gpt import moe_module_specs
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-
-    from megatron_fssdp.megatron_adapter.layer.model_layers import join
-
-    config = CONFIG()
-    build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-
     class Later(MultiTokenPredictionLayer):
         """A layer of multi-token prediction of which only what counts for its MoE layer is left."""
 
         def __init__(self, depth):
             torch.nn.Module.__init__(self)
             self.layer_number, self.mtp_layer_pattern = depth, "*E"
-            self.moe = make_layer()
+            self.moe = _stock_layer(2)
 
-    def make_layer():
-        layer = build(config=config, pg_collection=None)
-        layer.set_layer_number(2)
-        return layer
-
-    model = torch.nn.ModuleList([make_layer(), Later(1), Later(2)])
-    layers = join(model, session_of("fssdp", SETTINGS))
+    layers = join(torch.nn.ModuleList([_stock_layer(2), Later(1), Later(2)]), session_of("fssdp", SETTINGS))
     assert [layer.slot_layer.local.context.layer for layer in layers] == [2, LAYERS + 2, LAYERS + 4]
     assert [layer._index for layer in layers] == [0, None, None]
 
@@ -109,35 +90,24 @@ def test_layers_of_multi_token_prediction_get_numbers_after_the_decoder():
 @on_ranks(2, ep=2)
 def test_two_pools_of_experts_in_a_layer_have_different_numbers():
     """As in ERNIE-4.5-VL, where only their routers know the number. Strategies remember layers by it."""
-    from megatron.core.models.gpt import moe_module_specs
-
-    from megatron_fssdp.megatron_adapter.layer.model_layers import join
-
-    build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-    pools = [build(config=CONFIG(), pg_collection=None) for _ in range(4)]
+    pools, session = [_stock_layer() for _ in range(4)], session_of("fssdp", SETTINGS)
     for pool, number in zip(pools, (1, 1, 2, 2), strict=True):
         pool.router.set_layer_number(number)
-    session = session_of("fssdp", SETTINGS)
     join(torch.nn.ModuleList(pools), session)
     assert list(session.slots.layer_numbers()) == [1, 1001, 2, 1002]
 
 
 @on_ranks(2, ep=2)
 def test_layers_of_known_hosts_join_under_sequence_parallelism():
-    from megatron.core.models.gpt import moe_module_specs
-
-    from megatron_fssdp.megatron_adapter.layer import model_layers
-
-    build = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-    layer, session = build(config=CONFIG(), pg_collection=None), session_of("fssdp", SETTINGS)
+    layer, session = _stock_layer(), session_of("fssdp", SETTINGS)
     layer.__class__ = kind = type("OfHost", (type(layer),), {"__module__": "host"})
     model_layers._OF_HOSTS = ("host.OfHost",)
     groups, layer.tp_group = layer.tp_group, SimpleNamespace(size=lambda: 2)
     with pytest.raises(ConfigurationError, match=r"OfHost.*sequence parallelism"):
-        model_layers.join(layer, session)
+        join(layer, session)
     layer.tp_group = groups
-    (joined,) = model_layers.join(layer, session)
-    assert isinstance(joined, model_layers.StrategyMoELayer)
+    (joined,) = join(layer, session)
+    assert isinstance(joined, StrategyMoELayer)
     assert isinstance(joined, kind)
 
 

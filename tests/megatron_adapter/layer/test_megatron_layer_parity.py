@@ -1,15 +1,17 @@
 """A layer of a strategy equals Megatron's own, with every dispatcher of Megatron and of the plugin."""
 
 import os
-from contextlib import ExitStack
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core import parallel_state as ps
 from megatron.core.activations import quick_gelu
+from megatron.core.transformer.moe import moe_layer, token_dispatcher
 
 from megatron_fssdp.config.strategy.strategy_registry import register_strategy
+from megatron_fssdp.planning.cost import tensor_schedules
 from megatron_fssdp.strategies.ep import EpSettings
 from megatron_fssdp.strategies.fssdp import FssdpSettings
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
@@ -29,17 +31,18 @@ TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 TOP4 = {"moe_router_topk": 4}
 ON_INPUT = {**TOP1, "moe_apply_probs_on_input": True}
 GROUPED = {"moe_grouped_gemm": True}
+GATED = {**SWIGLU, **GROUPED}
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
 WHOLE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 SHARED = {"moe_shared_expert_intermediate_size": 12}
 OVERLAPPED = {**SHARED, "moe_shared_expert_overlap": True}
+SHARED_RECOMPUTED = {**OVERLAPPED, **WHOLE_RECOMPUTED}
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
-CLAMPED = {
-    "activation_func": quick_gelu,  # with SwiGLU, main refuses the two together
-    "gated_linear_unit": True,
-    "activation_func_clamp_value": 0.05,
-    "glu_linear_offset": 1.0,
-}
+CLAMPED = {"activation_func": quick_gelu, "gated_linear_unit": True, "activation_func_clamp_value": 0.05}
+CLAMPED |= {"glu_linear_offset": 1.0}  # with SwiGLU, main refuses it beside the clamp
+HYBRID = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
+LATE = {"slots": 4, "rematerialize": True}
+NOT_REPLICATED = {"replicates": False}
 QUANTIZED = {"moe_router_padding_for_quantization": True}
 
 
@@ -69,10 +72,8 @@ DISPATCHERS = {
     "DeepEP": Row(FLEX),
     "DeepEP, dropping tokens": Row({**FLEX, **CAPACITY}),
     "DeepEP, padded for quantization": Row(FLEX, later=QUANTIZED),
-    "HybridEP": Row({**FLEX, "moe_flex_dispatcher_backend": "hybridep"}),
-    "HybridEP, padded to the capacity": Row(
-        {**FLEX, **PADDED, "moe_flex_dispatcher_backend": "hybridep"}, replicates=False
-    ),
+    "HybridEP": Row(HYBRID),
+    "HybridEP, padded to the capacity": Row({**HYBRID, **PADDED}, replicates=False),
     "padded for quantization": Row({}, later=QUANTIZED),
     "delayed weight gradients": Row(GROUPED, later={"overlap_dispatch_backward_with_experts_wgrad": True}),
     "with steps of a host": Row({}, kind=with_norms),
@@ -89,19 +90,11 @@ EXPERT_MODULES = {
     "grouped, swiglu, biases, activations recomputed": Row({**SWIGLU, **BIASES, **GROUPED, **RECOMPUTED}),
     "grouped, fused gradients, biases": Row({**BIASES, **GROUPED}, fuses=True),
     "adapters of Megatron-Bridge": Row(SWIGLU, adapters="bridge"),
-    "adapters of mcore-bridge, biases, re-materialized": Row(
-        BIASES, settings={"slots": 4, "rematerialize": True}, adapters="mcore_bridge"
-    ),
-    "grouped, one adapter of Megatron-Bridge": Row({**SWIGLU, **GROUPED}, adapters="bridge"),
-    "grouped, adapters of mcore-bridge, fused gradients": Row(
-        {**SWIGLU, **GROUPED}, adapters="mcore_bridge", fuses=True
-    ),
-    "grouped, re-materialized, fused gradients": Row(
-        GROUPED, settings={"slots": 4, "rematerialize": True}, fuses=True
-    ),
-    "grouped, probabilities on the input, re-materialized": Row(
-        {**ON_INPUT, **GROUPED}, settings={"slots": 4, "rematerialize": True}
-    ),
+    "adapters of mcore-bridge, biases, re-materialized": Row(BIASES, settings=LATE, adapters="mcore_bridge"),
+    "grouped, one adapter of Megatron-Bridge": Row(GATED, adapters="bridge"),
+    "grouped, adapters of mcore-bridge, fused": Row(GATED, adapters="mcore_bridge", fuses=True),
+    "grouped, re-materialized, fused gradients": Row(GROUPED, settings=LATE, fuses=True),
+    "grouped, probabilities on the input, re-materialized": Row({**ON_INPUT, **GROUPED}, settings=LATE),
 }
 UNEVEN_TOKENS = {"tokens": (5, 9, 1, 12), "silent": (1, 2), "replicates": False}
 ONCE = {**REPLICAS, "exchange": "deduplicated"}
@@ -119,23 +112,18 @@ def in_steps(group_size, more=None, **options):
 
 
 SEGMENTS = {"in_segments": True}
-NOT_REPLICATED = {"replicates": False}
 EXCHANGES = {
     "once, 1 node, capacity, top-4": once(0, 0, 0, 0, **CAPACITY, **TOP4),
     "once, 4 nodes, segments, top-4": once(0, 1, 2, 3, **TOP4, more=SEGMENTS),
-    "once, uneven nodes, shared experts overlap, recomputed": once(
-        0, 1, 1, 1, **OVERLAPPED, **WHOLE_RECOMPUTED
-    ),
+    "once, uneven nodes, shared experts overlap, recomputed": once(0, 1, 1, 1, **SHARED_RECOMPUTED),
     "once, nodes that alternate, top-1": once(0, 1, 0, 1, **TOP1),
     "once, all experts": once(0, 0, 1, 1, moe_router_topk=8, more=NOT_REPLICATED),
     "once, one expert on a device": once(0, 0, 1, 1, num_moe_experts=4),
     "once, ranks without rows": once(0, 0, 1, 1, **NO_DROPS, more=UNEVEN_TOKENS),
-    "once, nobody has rows": once(0, 0, 1, 1, **NO_DROPS, more={"silent": (0, 1, 2, 3), "replicates": False}),
+    "once, nobody has rows": once(0, 0, 1, 1, **NO_DROPS, more={**NOT_REPLICATED, "silent": (0, 1, 2, 3)}),
     "once, padded to the capacity": once(0, 0, 1, 1, **PADDED, more=NOT_REPLICATED),
     "once, bf16, top-4": once(0, 0, 1, 1, **BF16, **TOP4),
-    "groups of 2, top-1, shared experts overlap, recomputed": in_steps(
-        2, **TOP1, **OVERLAPPED, **WHOLE_RECOMPUTED
-    ),
+    "groups of 2, top-1, shared experts overlap, recomputed": in_steps(2, **TOP1, **SHARED_RECOMPUTED),
     "one group, capacity": in_steps(4, **CAPACITY),
     "groups of 1, grouped, activations recomputed, ranks without rows": in_steps(
         1, **GROUPED, **RECOMPUTED, **NO_DROPS, more=UNEVEN_TOKENS
@@ -179,15 +167,9 @@ TENSOR_PARALLEL = {
     "whole experts with biases, s2, swiglu": parm("s2", **BIASES, **SWIGLU),
     "whole experts in steps, split, shared expert overlaps": Row(OVERLAPPED, "ep", IN_STEPS),
 }
-IN_FP64 = {
-    "params_dtype": torch.float64,
-    "moe_router_dtype": "fp64",
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-    "moe_router_pre_softmax": True,
-    "num_attention_heads": 4,
-}
+LOSSES = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+IN_FP64 = {"params_dtype": torch.float64, "moe_router_dtype": "fp64", "moe_router_pre_softmax": True}
+IN_FP64 |= {**LOSSES, "num_attention_heads": 4}
 # (tensor parallel, expert tensor parallel, expert parallel)
 PARTS, WHOLE = (2, 2, 2), (4, 1, 2)
 LAYOUTS = [PARTS, WHOLE, (2, 1, 2), (1, 2, 2), (4, 2, 2), (2, 4, 1), (2, 2, 4), (2, 1, 1)]
@@ -196,17 +178,17 @@ LAYOUTS = [PARTS, WHOLE, (2, 1, 2), (1, 2, 2), (4, 2, 2), (2, 4, 1), (2, 2, 4), 
 @pytest.mark.parametrize("ep", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_output_and_all_gradients_with_every_dispatcher(ep, cp):
-    _check(run_megatron_ranks(_compare_dispatchers, ep, ep=ep, cp=cp), DISPATCHERS)
+    _check(run_megatron_ranks(_compare, ep, "DISPATCHERS", ep=ep, cp=cp), DISPATCHERS)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_output_and_all_gradients_with_every_kind_of_experts(world_size):
-    results = run_megatron_ranks(_compare_experts, world_size, ep=world_size)
+    results = run_megatron_ranks(_compare, world_size, "EXPERT_MODULES", ep=world_size)
     _check(results, EXPERT_MODULES)
 
 
 def test_output_and_all_gradients_with_the_exchanges_of_the_plugin():
-    results = run_megatron_ranks(_compare_exchanges, 4, ep=4)
+    results = run_megatron_ranks(_compare, 4, "EXCHANGES", ep=4)
     _check(results, EXCHANGES)
     for name in EXCHANGES:
         of_ranks = [by_name[name] for by_name in results]
@@ -244,28 +226,16 @@ def _check(results, table, tolerance=1e-05):
             assert comparison.num_replicas > 0 or not table[name].replicates, name
 
 
-def _compare_dispatchers(rank, world_size):
-    from megatron.core.transformer.moe import moe_layer, token_dispatcher
-
+def _compare(rank, world_size, table):
+    _register_scheduled()
     install_fused_dispatch()
     os.environ["NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"] = "2"  # 2 + 3 slots become 6.
     token_dispatcher.get_align_size_for_quantization = lambda config: 4
     moe_layer.HAVE_TE, moe_layer.TELinear = True, _Projection
-    return compare_rows(rank, DISPATCHERS)
-
-
-def _compare_experts(rank, world_size):
-    return compare_rows(rank, EXPERT_MODULES)
-
-
-def _compare_exchanges(rank, world_size):
-    _register_scheduled()
-    return compare_rows(rank, EXCHANGES)
+    return compare_rows(rank, globals()[table])
 
 
 def _compare_tensor_parallel(rank, world_size, names):
-    from megatron.core import parallel_state as ps
-
     _register_scheduled()
     is_whole = ps.get_expert_tensor_parallel_world_size() == 1
     is_single = ps.get_tensor_model_parallel_world_size() == 1
@@ -276,13 +246,11 @@ def _compare_tensor_parallel(rank, world_size, names):
             continue
         if ("biases" in name or row.in_segments) and ps.get_expert_model_parallel_world_size() == 1:
             continue
-        with ExitStack() as patches:
-            # Megatron's scores are fp32, whose rounding would hide other differences.
-            patches.enter_context(patch("torch.softmax", lambda x, dim, dtype=None: x.softmax(dim=dim)))
-            if row.in_slices:  # Such small layers would not be cut into slices otherwise.
-                patches.enter_context(
-                    patch("megatron_fssdp.planning.cost.tensor_schedules.LEAST_SLICE_BYTES", 0)
-                )
+        # Such small layers would not be cut into slices otherwise.
+        least = {"LEAST_SLICE_BYTES": 0} if row.in_slices else {}
+        # Megatron's scores are fp32, whose rounding would hide other differences.
+        exact = patch("torch.softmax", lambda x, dim, dtype=None: x.softmax(dim=dim))
+        with exact, patch.dict(vars(tensor_schedules), least):
             comparisons |= compare_rows(rank, {name: replace(row, options={**IN_FP64, **row.options})})
     return comparisons
 

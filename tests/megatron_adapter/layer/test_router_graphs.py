@@ -4,9 +4,13 @@ There is no graph on a CPU. Megatron's flags and its store of captured tensors a
 which Megatron's transformer layer sets them at the capture and at every replay.
 """
 
+from unittest import mock
+
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.enums import CudaGraphModule
 
 from tests.support.training_preload import on_ranks
 
@@ -18,9 +22,6 @@ REPLICAS = {"slots": 1, "overlap_degree": 2, "reshard_interval": 0}
 
 def _captured_layer():
     """A layer whose preprocessing is in a graph, and an input."""
-    from megatron.core.transformer import cuda_graphs
-    from megatron.core.transformer.enums import CudaGraphModule
-
     config = moe_config(2, HIDDEN, EXPERTS)
     config.cuda_graph_impl = "transformer_engine"
     config.cuda_graph_modules = [CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess]
@@ -34,11 +35,20 @@ def _captured_layer():
     return layer, hidden
 
 
+def _replay(layer, hidden):
+    """Give a layer what a replay computes: the same operations on the same tensors."""
+    probs, routing_map = layer.router(hidden)
+    slot_map, slot_probs = layer.slot_layer.remap(routing_map, probs)
+    rows, row_probs = layer.token_dispatcher.dispatch_preprocess(hidden, slot_map, slot_probs)
+    layer.cudagraph_tensor_store.set(hidden_states=rows, probs=row_probs)
+    return slot_map
+
+
 @on_ranks(2, ep=2)
 def test_a_graph_of_preprocessing_counts_each_iteration_anew():
     """Replay it twice in each of two iterations."""
     layer, hidden = _captured_layer()
-    slots, clock, dispatcher = layer.slot_layer, layer.slot_layer.clock, layer.token_dispatcher
+    slots, clock = layer.slot_layer, layer.slot_layer.clock
     slots.reset()
     sums = slots.counts._rows_W[0], slots.counts._spread.sums
     addresses = set()
@@ -46,15 +56,12 @@ def test_a_graph_of_preprocessing_counts_each_iteration_anew():
         clock.driven, clock.trains, clock.num_micro_batches = True, True, 2
         for _ in range(2):
             # Nothing of the plugin's Python runs in a replay but `prepare`, so the sums are changed by hand.
-            probs, routing_map = layer.router(hidden)
             slots.is_counted = False
             slots.passes.plan_iteration()
             slots.passes.use(slots.passes.shared)
-            slot_map, slot_probs = slots.remap(routing_map, probs)
-            rows, row_probs = dispatcher.dispatch_preprocess(hidden, slot_map, slot_probs)
+            slot_map = _replay(layer, hidden)
             sums[0].add_(slot_map.any(dim=1).sum())
             sums[1].add_(len(slot_map))
-            layer.cudagraph_tensor_store.set(hidden_states=rows, probs=row_probs)
             layer(hidden)[0].sum().backward()
             layer.cudagraph_tensor_store.clear()
         shared = slots.counts.to_share(slots.passes.shared)
@@ -80,13 +87,9 @@ def test_a_graph_of_preprocessing_keeps_its_table_while_plans_change():
         plans.add(slots.passes.plan.digest())
         assert layer.token_dispatcher is dispatcher
         assert _table_of(slots) == table
-        # What a replay computes: the same operations on the same tensors.
-        probs, routing_map = layer.router(hidden)
-        rows, row_probs = dispatcher.dispatch_preprocess(hidden, *slots.remap(routing_map, probs))
-        layer.cudagraph_tensor_store.set(hidden_states=rows, probs=row_probs)
-        layer.router.forward, forward = _forbidden, layer.router.forward
-        got, _ = layer(hidden)
-        layer.router.forward = forward
+        _replay(layer, hidden)
+        with mock.patch.object(layer.router, "forward", side_effect=AssertionError("the router ran")):
+            got, _ = layer(hidden)
         layer.cudagraph_tensor_store.clear()
         assert torch.equal(got, wanted)
         wanted.sum().backward()
@@ -101,7 +104,3 @@ def _table_of(slots):
     return tuple(
         number for part in (shares.known, shares.expert_W) for number in (part.data_ptr(), *part.shape)
     )
-
-
-def _forbidden(*args, **kwargs):
-    raise AssertionError("a replay ran the router")

@@ -7,14 +7,17 @@ import sys
 
 import numpy as np
 import pytest
+from megatron.training import get_args
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, resolve_strategy
+from megatron_fssdp.megatron_adapter.iterations import iteration_driver
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.records.metrics import read_metrics
 from megatron_fssdp.records.placements import read_placements
+from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 from megatron_fssdp.simulation.replay import replay_strategy
 from megatron_fssdp.strategies.registry import build_strategy
 from tests.support.python_process import ROOT
@@ -43,10 +46,6 @@ TOPOLOGY = Topology.uniform(WORLD, 2)
 
 def prepare():
     """Run on every rank: plant the costs, and make two experts hot, and others in the second half."""
-    from megatron.training import get_args
-
-    from megatron_fssdp.megatron_adapter.iterations import iteration_driver
-    from megatron_fssdp.runtime.layers.slot_layer import SlotLayer
 
     def plant(layers, *_, **__):
         for layer in layers:

@@ -6,19 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_fssdp.collectives import transfer_lanes
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.megatron_adapter.layer import strategy_session
 from megatron_fssdp.megatron_adapter.layer.moe_layer import _install_beginning
-from megatron_fssdp.megatron_adapter.layer.strategy_session import (
-    DEFAULT_OPTIONS,
-    create_node_slots,
-    create_transfer_group,
-    has_one_queue,
-    nccl_options,
-)
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 from tests.support.training_preload import on_ranks
 
 from ..training_run import note, train_on_all_ranks, wrap
@@ -32,25 +28,21 @@ def test_transfers_have_high_priority_unless_a_file_says_otherwise(tmp_path):
         ("fssdp: {is_high_priority_stream: false}", {"is_high_priority_stream": False, "max_ctas": 8}),
     ):
         path.write_text(text)
-        assert nccl_options(SimpleNamespace(nccl_communicator_config_path=str(path))) == wanted
+        host = SimpleNamespace(nccl_communicator_config_path=str(path))
+        assert strategy_session.nccl_options(host) == wanted
 
 
 @pytest.mark.parametrize(
     ("backend", "connections", "wanted"),
-    [("nccl", "1", True), ("nccl", "8", False), ("nccl", None, False), ("gloo", "1", False)],
+    [("nccl", "1", True), ("nccl", "8", False), ("nccl", "", False), ("gloo", "1", False)],
 )
 def test_one_connection_means_one_queue_on_gpus(monkeypatch, backend, connections, wanted):
     monkeypatch.setattr(dist, "get_backend", lambda group: backend)
-    if connections is None:
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    assert has_one_queue(None) is wanted
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    assert strategy_session.has_one_queue(None) is wanted
 
 
 def note_timeouts():
-    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
-
     def begin_iteration(begin, self, *args):
         groups = self.layers[0].groups
         assert groups.transfers is not None
@@ -69,9 +61,9 @@ def test_process_groups_of_transfers_have_megatrons_timeout(text_data):
 
 @on_ranks(3)
 def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused():
-    made = create_node_slots(dist.group.WORLD, Topology((0, 0, 1)))
+    made = strategy_session.create_node_slots(dist.group.WORLD, Topology((0, 0, 1)))
     with pytest.raises(ConfigurationError, match=r"^FSSDP_PEER_PUTS:"):
-        create_node_slots(dist.group.WORLD, Topology((0, 1, 2)))
+        strategy_session.create_node_slots(dist.group.WORLD, Topology((0, 1, 2)))
     assert (made is None) == (dist.get_rank() == 2)
     if made is not None:
         assert (made.devices, dist.get_process_group_ranks(made.group)) == ((0, 1), [0, 1])
@@ -81,8 +73,6 @@ def test_ranks_of_a_node_share_slots_and_nodes_of_one_rank_are_refused():
 @on_ranks(2)
 def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device():
     """Rank 0 alone creates a group, while the default group is bound to a device."""
-    from megatron.core import parallel_state
-
     seen, rank = [], dist.get_rank()
 
     def create_group(*args, **kwargs):
@@ -93,7 +83,7 @@ def test_the_group_is_no_part_of_a_communicator_that_is_bound_to_a_device():
     own = [dist.new_group([member]) for member in range(2)][rank]
     device = dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
     if rank == 0:
-        group = create_transfer_group(own, DEFAULT_OPTIONS)
+        group = strategy_session.create_transfer_group(own, strategy_session.DEFAULT_OPTIONS)
         assert dist.get_process_group_ranks(group) == [0]
         assert seen == [None]
     assert dist.group.WORLD.bound_device_id == device

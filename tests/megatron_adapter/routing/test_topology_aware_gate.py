@@ -5,13 +5,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_fssdp.config.errors import ConfigurationError
-from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import (
-    TopologyAwareTopK,
-    install_gate,
-    select_experts,
-)
+from megatron_fssdp.megatron_adapter.routing import topology_aware_gate
+from megatron_fssdp.megatron_adapter.routing.topology_aware_gate import TopologyAwareTopK, install_gate
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.loads import read_loads
 from megatron_fssdp.records.metrics import read_metrics
@@ -36,7 +35,7 @@ def test_the_allowed_number_of_tokens_leaves_and_no_expert_is_chosen_twice(
     fit_TE, is_near_E = drawn(seed)
     if few_values:
         fit_TE = (4 * fit_TE).round()
-    selected_TK = select_experts(fit_TE, top_k, is_near_E, most_leaving)
+    selected_TK = topology_aware_gate.select_experts(fit_TE, top_k, is_near_E, most_leaving)
     is_taken_TE = torch.zeros_like(fit_TE, dtype=torch.bool)
     for choice in range(top_k):
         selected_T = selected_TK[:, choice]
@@ -78,23 +77,13 @@ def test_nodes_with_too_few_experts_are_refused():
 
 
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-ROUTERS = [
-    {},
-    {"moe_router_topk": 1, "moe_router_pre_softmax": True},
-    {**SIGMOID, "moe_router_dtype": "fp32"},
-]
+TOP1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+ROUTERS = [{}, TOP1, {**SIGMOID, "moe_router_dtype": "fp32"}]
 
 
+@pytest.mark.parametrize("options", ROUTERS)
 @on_ranks(1)
-def test_only_the_selection_of_experts_changes():
-    for options in ROUTERS:
-        _check_router(options)
-
-
-def _check_router(options):
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-    from megatron.core.transformer.moe.router import TopKRouter
-
+def test_only_the_selection_of_experts_changes(options):
     balancing = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     config = moe_config(1, 16, 8, **balancing, **options)
     router = TopKRouter(config, pg_collection=get_default_pg_collection())
@@ -110,9 +99,7 @@ def _check_router(options):
     probs, stock_map, stock_gradient = routed()
     install_gate(router, TopologyAwareTopK(OWNERS, 0, TWO_NODES, 1.0))
     router.set_layer_number(1)
-    all_may_leave = routed()
-    assert torch.equal(all_may_leave[0], probs)
-    assert torch.equal(all_may_leave[1], stock_map)
+    assert all(map(torch.equal, routed(), (probs, stock_map)))  # All may leave.
 
     install_gate(router, TopologyAwareTopK(OWNERS, 0, TWO_NODES, 0.1))
     probs, routing_map, gradient = routed()

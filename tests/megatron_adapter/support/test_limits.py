@@ -9,14 +9,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run import megatron_options
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
-from megatron_fssdp.megatron_adapter.support.limits import (
-    EVERY,
-    SOME,
-    check_limits,
-    check_slots,
-    keeps_flex,
-    slot_multiple,
-)
+from megatron_fssdp.megatron_adapter.support import limits
+from megatron_fssdp.megatron_adapter.support.limits import check_limits, check_slots
 from megatron_fssdp.megatron_adapter.support.megatron_settings import OPTIONAL, MegatronSettings, attributes
 from megatron_fssdp.strategies.registry import build_strategy
 from tests.support.tables import cells
@@ -134,7 +128,7 @@ TABLE = """
     fssdp | {SAVE} non_persistent_ckpt_type=local | local_ckpt
     fssdp | {SAVE} save_params_interval=5 | saved_by_name
 """
-LIMITS = {limit.code: limit for limit in (*EVERY, *SOME)}
+LIMITS = {limit.code: limit for limit in (*limits.EVERY, *limits.SOME)}
 ROWS = cells(TABLE, **NAMES)
 
 
@@ -206,7 +200,7 @@ def test_auto_keeps_the_flex_dispatcher():
         ("parm schedule=s1", NAMES["FLEX"], False),
     ):
         _, built, settings = case(strategy, more)
-        assert keeps_flex(settings, built) is wanted
+        assert limits.keeps_flex(settings, built) is wanted
 
 
 def of_flex(back_end):
@@ -237,4 +231,4 @@ def test_back_ends_of_the_flex_dispatcher_limit_the_slots(back_end, most, num_de
 def test_hybridep_gets_slots_in_multiples(back_end, num_devices, domain, wanted, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", domain or "0")
-    assert slot_multiple(of_flex(back_end), num_devices) == wanted
+    assert limits.slot_multiple(of_flex(back_end), num_devices) == wanted

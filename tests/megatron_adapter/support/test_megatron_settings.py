@@ -1,3 +1,4 @@
+import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import CudaGraphModule
@@ -14,12 +15,8 @@ def test_the_first_source_with_a_value_counts():
     ddp = DistributedDataParallelConfig(use_megatron_fsdp=True)
     optimizer = OptimizerConfig(optimizer_cuda_graph=True)
     asked = MegatronSettings.of(args, config, None, ddp, optimizer)
-    assert (asked.experts, asked.fp16, asked.other_ddp, asked.other_states) == (
-        8,
-        True,
-        "use_megatron_fsdp",
-        True,
-    )
+    given = asked.experts, asked.fp16, asked.other_ddp, asked.other_states
+    assert given == (8, True, "use_megatron_fsdp", True)
     alone = MegatronSettings.of(args)
     assert (alone.experts, alone.fp16, alone.other_ddp, alone.other_states) == (4, True, "", False)
     assert MegatronSettings.of(HostSettings((args, config, ddp, optimizer))) == asked
@@ -32,23 +29,24 @@ def test_a_host_may_lack_settings():
     assert asked.ckpt_format is None
 
 
-def test_modules_of_graphs_may_be_members_of_an_enumeration():
-    attn, router = CudaGraphModule.attn, CudaGraphModule.moe_router
-    for given, wanted in (
-        (attn, {"attn"}),
-        ([attn, router], {"attn", "moe_router"}),
-        (["attn", "full"], {"attn"}),
-        ("full", {"full"}),
-        ([], {"full"}),
-    ):
-        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
-        assert MegatronSettings.of(config).captured == set()
-        config.cuda_graph_impl, config.cuda_graph_modules = "transformer_engine", given
-        assert MegatronSettings.of(config).captured == wanted
+ATTN, ROUTER = CudaGraphModule.attn, CudaGraphModule.moe_router
 
 
-def test_graphs_may_have_the_old_name_of_their_modules():
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("cuda_graph_modules", ATTN, {"attn"}),
+        ("cuda_graph_modules", [ATTN, ROUTER], {"attn", "moe_router"}),
+        ("cuda_graph_modules", ["attn", "full"], {"attn"}),
+        ("cuda_graph_modules", "full", {"full"}),
+        ("cuda_graph_modules", [], {"full"}),
+        # Recipes of Megatron-Bridge set the old name where the new one has its default.
+        ("cuda_graph_scope", ["moe_router"], {"moe_router"}),
+    ],
+)
+def test_modules_of_graphs_have_two_names_and_may_be_members_of_an_enumeration(name, given, wanted):
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
-    # Recipes of Megatron-Bridge set it where the new name has its default.
-    config.cuda_graph_impl, config.cuda_graph_scope = "transformer_engine", ["moe_router"]
-    assert MegatronSettings.of(config).captured == {"moe_router"}
+    assert MegatronSettings.of(config).captured == set()
+    config.cuda_graph_impl = "transformer_engine"
+    setattr(config, name, given)
+    assert MegatronSettings.of(config).captured == wanted

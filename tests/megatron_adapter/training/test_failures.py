@@ -10,20 +10,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from megatron.core import rerun_state_machine as rerun
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.training.global_vars import get_args
 
 from megatron_fssdp.megatron_adapter.training.training_hooks import how_to_go_on
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.records.loads import read_loads
+from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
+from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 from megatron_fssdp.testing.ranks import RankError
+from tests.support.random_placement import plain_transfer
 
-from ..training_run import (
-    TrainingRun,
-    assert_equal,
-    relative_difference,
-    slow,
-    train,
-    train_on_all_ranks,
-    wrap,
-)
+from ..training_run import assert_equal, relative_difference, slow, train, train_on_all_ranks, wrap
 
 SHORT = "{EP2} --train-iters 3"
 NO_RERUN = f"{SHORT} --rerun-mode disabled"
@@ -33,14 +32,11 @@ REPEATED, ANOTHER = 16, 17  # Megatron's exit codes if a repeated iteration gave
 
 
 def is_time(rank="1"):
-    from megatron.training.global_vars import get_args
-
     return os.environ["RANK"] == rank and get_args().curr_iteration + 1 == FAILS_IN
 
 
 def spoil_experts(value):
     """Put a wrong number into rank 1's experts of layer 2 before an iteration."""
-    from megatron_fssdp.runtime.layers.moe_runtime import MoERuntime
 
     def begin_iteration(begin, self, *args):
         begin(self, *args)
@@ -50,49 +46,39 @@ def spoil_experts(value):
     wrap(MoERuntime, "begin_iteration", begin_iteration)
 
 
-def spoil_output():
-    """Make one output of MoE layer 2 NaN on rank 1; later ones are correct."""
-    spoiled = list[None]()
+def spoil_layer(spoil):
+    """Call a function with rank 1's outputs of MoE layer 2, which is Megatron's own or ours."""
 
     def spoiling(forward, self, *args, **kwargs):
-        output = forward(self, *args, **kwargs)
-        if not spoiled and is_time() and self.layer_number == 2:
-            spoiled.append(None)
-            output[0].data.mul_(float("nan"))
-        return output
+        output, bias = forward(self, *args, **kwargs)
+        if is_time() and self.layer_number == 2:
+            spoil(output)
+        return output, bias
 
-    wrap(resolve_name(MOE_LAYER), "forward", spoiling)
+    wrap(MoELayer, "forward", spoiling)
 
 
-MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"  # Megatron's own or ours
+def spoil_output():
+    """Make one output NaN; later ones are correct."""
+    spoiled = []
+    spoil_layer(lambda output: spoiled or spoiled.append(output.data.mul_(float("nan"))))
 
 
 def fail_twice():
     """Let Megatron find an iteration's result wrong, and the same when it repeats the iteration."""
-    from megatron.core.rerun_state_machine import RerunDiagnostic, RerunErrorInjector
 
     def inject(_, injector):
-        injector.injected_error_type = RerunDiagnostic.CORRECT_RESULT
+        injector.injected_error_type = rerun.RerunDiagnostic.CORRECT_RESULT
         return is_time()
 
-    wrap(RerunErrorInjector, "maybe_inject", inject)
+    wrap(rerun.RerunErrorInjector, "maybe_inject", inject)
 
 
 def spoil_gradients():
-    def spoiling(forward, self, *args, **kwargs):
-        output, bias = forward(self, *args, **kwargs)
-        if is_time() and self.layer_number == 2:
-            output.register_hook(lambda gradient: gradient * float("nan"))
-        return output, bias
-
-    wrap(resolve_name(MOE_LAYER), "forward", spoiling)
+    spoil_layer(lambda output: output.register_hook(lambda gradient: gradient * float("nan")))
 
 
 def plan_alone():
-    from megatron_fssdp.planning.placement.placement import ExpertPlacement
-    from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
-    from tests.support.random_placement import plain_transfer
-
     def plan_without_replicas(before_gate, self, context, history):
         plan = before_gate(self, context, history)
         if not is_time() or context.layer != 2:
@@ -131,7 +117,7 @@ def test_all_ranks_stop_and_name_the_place(name, text_data):
 def test_an_error_that_does_not_repeat_ends_as_in_megatron(text_data, tmp_path):
     arguments = f"{SHORT} --micro-batch-size 4"
     whole = train(2, f"{arguments} --train-iters {FAILS_IN - 1}", text_data, strategy=FSSDP)
-    results, runs = [], list[TrainingRun]()
+    results = []
     for strategy in ("none", FSSDP):
         journal = tmp_path / f"{strategy}.txt"
         tracking = f"{arguments} --result-rejected-tracker-filename '{journal}'"
@@ -161,12 +147,11 @@ def test_an_error_that_repeats_is_saved_as_in_megatron(text_data, tmp_path):
 
 def run_passes_twice():
     """Switch on Megatron's repetition of every iteration's passes, which its command line does not offer."""
-    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
     def start_reporting(start, self, *args, **kwargs):
-        start(self, *args, **{**kwargs, "mode": RerunMode.REPORT_DETERMINISM_STATS})
+        start(self, *args, **{**kwargs, "mode": rerun.RerunMode.REPORT_DETERMINISM_STATS})
 
-    wrap(RerunStateMachine, "__init__", start_reporting)
+    wrap(rerun.RerunStateMachine, "__init__", start_reporting)
 
 
 @pytest.mark.parametrize("strategy", [FSSDP, *slow([f"{FSSDP} rematerialize=true", "flexmoe"])])
@@ -190,22 +175,19 @@ def die_after(owner, name):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    wrap(resolve_name(owner) if isinstance(owner, str) else owner, name, and_die)
+    wrap(resolve_name(owner), name, and_die)
 
 
 CARGO = "megatron_fssdp.collectives.sparse.transfer_cargo"
+GATHER = (f"{CARGO}:GatherCargo", "outgoing")
 LAYER = "megatron_fssdp.megatron_adapter.layer.moe_layer:StrategyMoELayer"
 WRITTEN = "megatron_fssdp.collectives.sparse.slot_exchange:SlotQuantity"
 TRAINING = "{EP2} --train-iters 4 --save-interval 2 --no-save-rng --no-load-rng"
 # When a rank has sent a piece of an expert or of a gradient, between gate and dispatch, and in a re-shard.
 KILLED = {
     # The other rank can first fail in the exchange of the layer's token counts.
-    "spAG": ((f"{CARGO}:GatherCargo", "outgoing"), "", r", in .*MoE layer "),
-    "spAG alone": (
-        (f"{CARGO}:GatherCargo", "outgoing"),
-        "overlap=false",
-        r", in .*SparseAllGather of layer ",
-    ),
+    "spAG": (GATHER, "", r", in .*MoE layer "),
+    "spAG alone": (GATHER, "overlap=false", r", in .*SparseAllGather of layer "),
     "a re-shard": ((WRITTEN, "write"), "", r", in .*a re-shard"),
     "forward": ((LAYER, "route"), "", r", in .*the forward pass of MoE layer 1"),
     # The other rank can first fail in Megatron's own reduction.

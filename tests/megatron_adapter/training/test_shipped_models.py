@@ -6,8 +6,16 @@ They are built on a meta device at full width; those of more than four layers ar
 import shlex
 import sys
 
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.models.gpt import GPTModelBuilder
+
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.parameter_count import count_parameters
+from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments, requested_by
+from megatron_fssdp.pretraining import pretrain_bert
 from tests.support.python_process import ROOT
 from tests.support.training_preload import on_ranks
 
@@ -20,11 +28,7 @@ DENSE = "model.num_experts=null parallelism.expert_model_parallel_size=1 'strate
 UNTIED = "model.untie_embeddings_and_output_weights=true"
 # Features that no shipped model has, as overrides of the tiny models.
 OVERRIDES = {
-    "bert_moe_tiny": (
-        "",
-        "model.bert_binary_head=false model.untie_embeddings_and_output_weights=true",
-        DENSE,
-    ),
+    "bert_moe_tiny": ("", f"model.bert_binary_head=false {UNTIED}", DENSE),
     "gpt_moe_tiny": (
         DENSE,
         # Biases of gated experts behind a dense layer.
@@ -65,12 +69,6 @@ def test_counted_parameters_equal_those_that_megatron_builds():
 
 
 def built_elements(run):
-    import torch
-    from megatron.training.argument_utils import core_transformer_config_from_args
-    from megatron.training.arguments import parse_args, validate_args
-
-    from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments, requested_by
-
     sys.argv = [f"pretrain_{run.model.family}.py", *arguments_of(run)]
     args = parse_args(add_strategy_arguments)
     args.world_size = run.parallelism.world_size
@@ -92,36 +90,12 @@ def built_elements(run):
 
 
 def _gpt(config, args, vocab_size):
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
-    )
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    layers = (
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-        if args.num_experts
-        else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
-    )
-    later = (
-        get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False) if args.mtp_num_layers else None
-    )
-    return GPTModel(
-        config,
-        layers,
-        mtp_block_spec=later,
-        vocab_size=vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        position_embedding_type=args.position_embedding_type,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        rotary_base=args.rotary_base,
-    )
+    args.padded_vocab_size, config.transformer_impl = vocab_size, "local"
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return GPTModelBuilder(gpt_config_from_args(args, config)).build_model(groups)
 
 
 def _bert(config, args, vocab_size):
-    from megatron_fssdp.pretraining import pretrain_bert
-
     args.padded_vocab_size = vocab_size  # without Megatron's padding
     pretrain_bert.get_args = lambda: args
     return pretrain_bert.build_model(config=config)

@@ -10,21 +10,8 @@ from devtools.virtual_cuda.books.findings import Finding
 from megatron_fssdp.testing import run_ranks
 from tests.support.training_preload import VIRTUAL_PRELOAD
 
-from ..training_run import (
-    EP2,
-    GPT,
-    INTERLEAVED,
-    PP2,
-    Model,
-    TrainingRun,
-    command_line,
-    flags,
-    relative_difference,
-    rows,
-    train_on_all_ranks,
-    train_on_rank,
-    without_variables,
-)
+from .. import training_run
+from ..training_run import GPT, Model, flags, relative_difference, rows
 from .parity.test_strategy_parity import cheap_links
 
 WORLD_SIZE = 4
@@ -38,9 +25,9 @@ VIRTUAL_GPT = Model(
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 8000"
 TP_PARTS = "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"
 SEQUENCE_PARTS = f"{TP_PARTS} --sequence-parallel"
-BESIDE = f"{EP2} {OVERLAP} --moe-shared-expert-gate --moe-shared-expert-intermediate-size 32 "
+BESIDE = f"{{EP2}} {OVERLAP} --moe-shared-expert-gate --moe-shared-expert-intermediate-size 32 "
 BESIDE += "--moe-shared-expert-overlap --disable-bias-linear"
-COMBINED = f"{EP2} {OVERLAP} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm"
+COMBINED = f"{{EP2}} {OVERLAP} --bf16 --global-batch-size 16 --overlap-moe-expert-parallel-comm"
 # Measured costs would select other replicas in every run.
 FIXED = "fssdp slots=2 overlap_degree=4 reshard_interval=2"
 ROUNDING = 1e-5
@@ -94,15 +81,15 @@ TABLE = rows(
 CASES = {name: f"{arguments} {flags(strategy)}" for name, (arguments, strategy) in TABLE.items()}
 # Costs are measured in the first two iterations, and then select placements; the sums of other placements
 # round differently.
-MEASURED = dict.fromkeys(("fssdp", "prophet", "fastermoe", "flexmoe", "smartmoe", "quota", "auto"), EP2)
-MEASURED["flexmoe under pipeline stages"] = f"{EP2} {PP2} --num-layers 4"
+MEASURED = dict.fromkeys(("fssdp", "prophet", "fastermoe", "flexmoe", "smartmoe", "quota", "auto"), "{EP2}")
+MEASURED["flexmoe under pipeline stages"] = "{EP2} {PP2} --num-layers 4"
 
 
 @dataclass(frozen=True)
 class VirtualRun:
     """What one rank saw of a training on a virtual device: findings but for known ones, and log entries."""
 
-    training: TrainingRun
+    training: training_run.TrainingRun
     findings: tuple[Finding, ...]
     host_syncs: dict[str, int]
     counts: dict[str, int]
@@ -110,10 +97,10 @@ class VirtualRun:
 
 def train_virtually(arguments, data, before=None, num_ranks=WORLD_SIZE):
     """As ``train_on_all_ranks``, on virtual devices with NCCL as Megatron's backend."""
-    arguments, variables = without_variables(arguments)
+    arguments, variables = training_run.without_variables(arguments)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "MEGATRON_FSSDP_DEVICE": "cuda"}
     environment |= {"LOCAL_WORLD_SIZE": str(num_ranks), **variables}
-    argv = command_line(VIRTUAL_GPT, arguments, data)
+    argv = training_run.command_line(VIRTUAL_GPT, arguments, data)
     runs = run_ranks(train_on_device, num_ranks, argv, before, env=environment, preload=VIRTUAL_PRELOAD)
     for rank, run in enumerate(runs):
         assert not run.training.exit_code, f"rank {rank}:\n{run.training.errors[-3000:]}"
@@ -127,7 +114,7 @@ def train_on_device(rank, world_size, argv, before):
     from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 
     with megatron_on_virtual_cuda() as device:
-        training = train_on_rank(rank, world_size, argv, before, True)
+        training = training_run.train_on_rank(rank, world_size, argv, before, True)
         device.finish_all()
     assert not cpu_runtime._installed
     unknown, _ = explained(device.findings)
@@ -137,7 +124,7 @@ def train_on_device(rank, world_size, argv, before):
 
 def train_on_cpu(arguments, data):
     arguments = f"{arguments} --distributed-backend gloo"
-    return train_on_all_ranks(WORLD_SIZE, arguments, data, model=VIRTUAL_GPT)
+    return training_run.train_on_all_ranks(WORLD_SIZE, arguments, data, model=VIRTUAL_GPT)
 
 
 def assert_clean(runs):
@@ -161,7 +148,7 @@ def assert_same_without_findings(arguments, data, *, tolerance=None):
 
 def test_megatron_trains_on_virtual_devices_like_on_cpu_ranks(text_data):
     """One training with pipeline stages, the distributed optimizer and both overlap flags."""
-    arguments = f"{EP2} {OVERLAP} --num-layers 2 --train-iters 2 --moe-strategy prophet"
+    arguments = f"{{EP2}} {OVERLAP} --num-layers 2 --train-iters 2 --moe-strategy prophet"
     runs = assert_same_without_findings(arguments, text_data)
     for run in runs:
         assert run.counts["P2P batch"] > 0
@@ -187,7 +174,7 @@ def test_training_has_no_findings_and_the_numbers_of_cpu_ranks(case, text_data):
 @pytest.mark.slow
 def test_combined_schedule_of_interleaved_stages_has_the_findings_of_stock_megatron(text_data):
     """Megatron's messages between stages use memory of other streams. The strategy must not add findings."""
-    arguments = f"{COMBINED} {INTERLEAVED}"
+    arguments = f"{COMBINED} {{INTERLEAVED}}"
     stock, ours = (
         train_virtually(f"{arguments} --moe-strategy {strategy}", text_data) for strategy in ("none", "fssdp")
     )
@@ -209,7 +196,7 @@ def test_training_by_measured_costs_has_no_findings(case, text_data):
 def test_sums_of_resident_replicas_wait_for_the_gradients_of_ddp(text_data):
     """DDP adds gradients on a stream of its own, and the sums over the holders of an expert read them."""
     chosen = flags("flexmoe placement_interval=1 window=1 FSSDP_PROFILE_ITERATIONS=1")
-    arguments = f"{EP2} --num-layers 2 --train-iters 2 {chosen}"
+    arguments = f"{{EP2}} --num-layers 2 --train-iters 2 {chosen}"
     runs = train_virtually(arguments, text_data, cheap_links, num_ranks=2)
     assert any("[fssdp] resident replicas: " in message for message in runs[0].training.messages)
     assert_clean(runs)
@@ -218,7 +205,7 @@ def test_sums_of_resident_replicas_wait_for_the_gradients_of_ddp(text_data):
 @pytest.mark.slow
 def test_a_saved_and_recorded_training_goes_on_with_the_same_numbers(text_data, tmp_path):
     """Owners moved before the checkpoint. Virtual devices and CPU ranks go on from it alike."""
-    common = f"{EP2} {OVERLAP} --train-iters 5 --ckpt-format torch_dist"
+    common = f"{{EP2}} {OVERLAP} --train-iters 5 --ckpt-format torch_dist"
     folder, record = tmp_path / "checkpoint", tmp_path / "record"
     saving = f"{common} {flags(FIXED, record_dir=record)} --save {folder} --save-interval 3"
     runs = train_virtually(saving, text_data)

@@ -4,6 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_fssdp.pretraining.pretrain_bert import _SUPPORTED
+from megatron_fssdp.pretraining.script_parts import refuse_arguments
+
 from ...training_run import BERT, slow, train_on_all_ranks
 from .comparison import layouts
 from .test_parity_matrix import compare
@@ -11,9 +14,9 @@ from .test_strategy_parity import compare_strategies
 
 LAYOUTS = layouts(
     """
-    biases_aux_loss_every_other_layer | 2 2 | {EVERY_OTHER} {AUX_LOSS} --untie-embeddings-and-output-weights |
-        slots=2 overlap_degree=3 FSSDP_CHECK_PLANS=1 | num_iterations=3
-        reshard_interval=1
+    biases_aux_loss_every_other_layer | 2 2 | --num-layers 4 --moe-layer-freq 2 {AUX_LOSS}
+        --untie-embeddings-and-output-weights | slots=2 overlap_degree=3 FSSDP_CHECK_PLANS=1
+        | num_iterations=3 reshard_interval=1
     copies_overlaps_recomputed | 4 2 | {OVERLAPS} {RECOMPUTE} {GATED} | slots=2 overlap_degree=3
     tensor_parallel_whole_experts_rope | 4 4 | {TP2} {WHOLE_EXPERTS} --position-embedding-type rope {SHARED}
         {NO_BIAS} | slots=2 overlap_degree=2
@@ -40,9 +43,6 @@ def test_losses_of_every_strategy_equal_plain_expert_parallelism(name, sentence_
 
 
 def test_options_that_bert_would_ignore_are_refused(sentence_data):
-    from megatron_fssdp.pretraining.pretrain_bert import _SUPPORTED
-    from megatron_fssdp.pretraining.script_parts import refuse_arguments
-
     for name, value in (("qk_layernorm", True), ("rotary_base", 5000), ("position_embedding_type", "none")):
         with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')}: got {value}, wanted "):
             refuse_arguments(SimpleNamespace(**{name: value}), _SUPPORTED, "")

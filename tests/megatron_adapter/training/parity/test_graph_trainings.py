@@ -1,25 +1,24 @@
 """Trainings with CUDA graphs of Megatron's loop. A CPU has none, so a replay runs what the graph contains."""
 
 import pytest
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer import cuda_graphs, transformer_layer
+from megatron.training import initialize
 
 from megatron_fssdp.records.metrics import read_metrics
 
-from ...training_run import assert_close, note, rows, slow, train, wrap
+from ...training_run import assert_close, note, slow, train, wrap
 
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1 --cuda-graph-modules"
 LAYOUT = "{EP2} --train-iters 3"
-CASES = rows(
-    """
-    attn moe_router | fssdp slots=2
-    moe_router | fssdp slots=2 rematerialize=true
-    attn | fssdp
-    """
-)
+# Modules in graphs, and the strategy.
+FIRST = ("attn moe_router", "fssdp slots=2")
+MORE = [("moe_router", "fssdp slots=2 rematerialize=true"), ("attn", "fssdp")]
 
 
-@pytest.mark.parametrize("modules", [*list(CASES)[:1], *slow(list(CASES)[1:])])
-def test_losses_equal_those_without_graphs(modules, text_data, tmp_path):
-    (strategy,) = CASES[modules]
+@pytest.mark.parametrize("case", [FIRST, *slow(MORE)], ids=" under ".join)
+def test_losses_equal_those_without_graphs(case, text_data, tmp_path):
+    modules, strategy = case
     stock = train(2, LAYOUT, text_data, strategy="none")
     arguments = f"{LAYOUT} {GRAPHS} {modules}"
     run = train(2, arguments, text_data, strategy=f"{strategy} record_dir={tmp_path}", before=replay_on_cpu)
@@ -30,9 +29,6 @@ def test_losses_equal_those_without_graphs(modules, text_data, tmp_path):
 
 def replay_on_cpu():
     """Take the place of Transformer Engine's graphs, with its conditions on what it captures."""
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-    from megatron.core.transformer import cuda_graphs, transformer_layer
-    from megatron.training import initialize
 
     def graph_of(layer):
         assert not {**layer._forward_hooks, **layer._forward_pre_hooks, **layer._backward_hooks}

@@ -18,7 +18,7 @@ FSSDP = "fssdp slots=2 overlap_degree=3 reshard_interval=3"
 LAYOUTS = layouts(
     """
     parts | 4 2 | {PARTS} {Z_LOSS}
-    whole_experts | 4 4 | {WHOLE} {SEQ_AUX_LOSS} {BATCH16} {NO_BIAS}
+    whole_experts | 4 4 | {WHOLE} {AUX_LOSS} --moe-router-load-balancing-type seq_aux_loss {BATCH16} {NO_BIAS}
     biases | 4 4 | {WHOLE} {BATCH16} --make-vocab-size-divisible-by 2
     pipeline_overlaps | 8 2 | {PARTS} {PP2} {OVERLAPS} --swiglu {BATCH16}
     interleaved_recomputed | 4 1 | {PARTS} {INTERLEAVED} {RECOMPUTE} {Z_LOSS}
@@ -51,8 +51,6 @@ def test_the_selected_schedule_is_logged_and_recorded(text_data, tmp_path):
     metrics = read_metrics(tmp_path)
     assert len(metrics) == 2
     for layer in metrics[-1].layers:
-        assert layer.schedule in ("s1", "s2", "megatron")
-        assert layer.schedule_predicted_s is not None
         assert set(layer.schedule_predicted_s) == {"s1", "s2", "megatron"}
         assert layer.schedule == min(layer.schedule_predicted_s, key=layer.schedule_predicted_s.__getitem__)
         assert f"schedule {layer.schedule} " in message

@@ -15,14 +15,17 @@ from functools import partial
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args
 
+from megatron_fssdp.collectives.sparse import sparse_transfer
 from megatron_fssdp.strategies import layer_planning
 from megatron_fssdp.strategies.fssdp import fssdp_strategy
 from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy
 
 from ...grouped_linear import grouped_experts
-from ...training_run import BATCH16, DISTRIBUTED, add_to_logits, assert_equal, slow, wrap
+from ...training_run import BATCH16, add_to_logits, assert_equal, slow, wrap
 from .comparison import Layout, against_stock, layouts, trained
 from .test_parity_matrix import LAYOUTS
 
@@ -105,7 +108,6 @@ PRICED = "exchange=by_price FSSDP_PROFILE_ITERATIONS=2 FSSDP_CHECK_PLANS=1"
 
 def allow_fp32():
     """Let Megatron's check accept fp32, in which the losses of two runs can be compared exactly."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     def as_if_in_half_precision(check, self):
         is_fp32 = self.overlap_moe_expert_parallel_comm and not (self.bf16 or self.fp16)
@@ -117,8 +119,6 @@ def allow_fp32():
 
 
 def build_grouped_experts(*, fuses):
-    from megatron.core.models.backends import LocalSpecProvider
-
     # With --moe-grouped-gemm, Megatron asks whether the GPU can run Transformer Engine's kernels.
     torch.cuda.get_device_capability = lambda device=None: (8, 0)
     LocalSpecProvider.grouped_mlp_modules = lambda self, moe_use_grouped_gemm: grouped_experts(fuses=fuses)
@@ -140,32 +140,29 @@ def combined(layout):
     return replace(layout, arguments=f"--overlap-moe-expert-parallel-comm {layout.arguments}")
 
 
-def of_matrix(name, more):
-    layout = LAYOUTS[name]
-    settings = f"fssdp {layout.settings} reshard_interval={layout.reshard_interval} {more}"
-    return replace(layout, settings=settings, num_iterations=20)
+def of_matrix(names, more):
+    def changed(layout):
+        settings = f"fssdp {layout.settings} reshard_interval={layout.reshard_interval} {more}"
+        return replace(layout, settings=settings, num_iterations=20)
+
+    return {name: changed(LAYOUTS[name]) for name in names}
 
 
 SHORT = Layout(2, 2, BATCH16, "fssdp slots=2 overlap_degree=3 reshard_interval=1", num_iterations=3)
-# A layout, what is called first, and the bound of losses in fp32.
-CASES = {
-    "combined schedule": (combined(SHORT), allow_fp32, 3e-5),
-    **{
-        f"combined schedule, {name}": (combined(layout), None if layout.is_half else allow_fp32, 3e-5)
-        for name, layout in COMBINED.items()
-    },
-    **{
-        f"grouped experts, {name}, {fuses=}": (layout, partial(build_grouped_experts, fuses=fuses), 1e-5)
-        for name, layout in GROUPED.items()
-        for fuses in (False, True)
-    },
-    **{f"jumping gates, {name}": (layout, skew_gates, 1e-5) for name, layout in JUMPING.items()},
-    **{
-        f"deduplicated, {name}": (of_matrix(name, "exchange=deduplicated"), None, 1e-5)
-        for name in DEDUPLICATED
-    },
-    **{f"exchange by price, {name}": (of_matrix(name, PRICED), at_any_price, 1e-5) for name in BY_PRICE},
-}
+
+
+def cases(kind, of_kind, before, bound=1e-5):
+    """Layouts, what is called first, and the bound of losses in fp32."""
+    return {f"{kind}, {name}": (layout, before, bound) for name, layout in of_kind.items()}
+
+
+CASES = {"combined schedule": (combined(SHORT), allow_fp32, 3e-5)}
+CASES |= cases("combined", {name: combined(layout) for name, layout in COMBINED.items()}, allow_fp32, 3e-5)
+for fuses in (False, True):
+    CASES |= cases(f"grouped experts, {fuses=}", GROUPED, partial(build_grouped_experts, fuses=fuses))
+CASES |= cases("jumping gates", JUMPING, skew_gates)
+CASES |= cases("deduplicated", of_matrix(DEDUPLICATED, "exchange=deduplicated"), None)
+CASES |= cases("exchange by price", of_matrix(BY_PRICE, PRICED), at_any_price)
 
 
 @pytest.mark.parametrize("name", [*list(CASES)[:1], *slow(list(CASES)[1:])])
@@ -187,11 +184,9 @@ def one_copy_jumps():
         return [1, 2] if jumps else [0, 1]
 
     add_to_logits(hot, 20.0)
-    replaced = FssdpStrategy
-    replaced._seconds = lambda self, context, owner_E, load_E: float(len(set(owner_E[:2])) == 1)
-    replaced.overlap_degree = lambda self, context: 0
-    moved = fssdp_strategy
-    moved.moving_seconds = lambda old_E, new_E, *others: 5.0 * bool((old_E != new_E).any())
+    FssdpStrategy._seconds = lambda self, context, owner_E, load_E: float(len(set(owner_E[:2])) == 1)
+    FssdpStrategy.overlap_degree = lambda self, context: 0
+    fssdp_strategy.moving_seconds = lambda old_E, new_E, *others: 5.0 * bool((old_E != new_E).any())
 
 
 def test_a_jump_in_one_copy_counts_for_all(text_data, tmp_path):
@@ -202,13 +197,14 @@ def test_a_jump_in_one_copy_counts_for_all(text_data, tmp_path):
     against_stock(layout, text_data, tmp_path, before=one_copy_jumps, moves=True)
 
 
-LATE = "fssdp slots=2 overlap_degree=4 nodes=2 reshard_interval=2"
-REPEATED = {
-    "rematerialized_balanced_bf16": Layout(
-        4, 4, f"--bf16 {DISTRIBUTED}", f"{LATE} rematerialize=true SHARES=exact", num_iterations=3
-    ),
-    "several_micro_batches": Layout(4, 4, BATCH16, LATE),
-}
+REPEATED = layouts(
+    """
+    rematerialized_balanced_bf16 | 4 4 | --bf16 {DISTRIBUTED} | {LATE} rematerialize=true SHARES=exact
+        | num_iterations=3
+    several_micro_batches | 4 4 | {BATCH16} | {LATE}
+    """,
+    LATE="fssdp slots=2 overlap_degree=4 nodes=2 reshard_interval=2",
+)
 
 
 @pytest.mark.parametrize("name", [*list(REPEATED)[:1], *slow(list(REPEATED)[1:])])
@@ -221,8 +217,6 @@ def test_a_repeated_run_has_bitwise_equal_losses(name, text_data):
 
 def let_messages_be_late():
     """Delay some steps of each rank's transfers, by different times on each rank."""
-    from megatron_fssdp.collectives.sparse import sparse_transfer
-
     draw = random.Random(int(os.environ["RANK"]))
 
     def start_late(start, *arguments, **how):

@@ -12,18 +12,15 @@ import pytest
 from megatron_fssdp.planning.cost.cost_model import LinkCost
 from megatron_fssdp.planning.cost.link_seconds import LinkSet
 from megatron_fssdp.records.metrics import read_metrics
+from megatron_fssdp.runtime.layers import layer_profiling
+from megatron_fssdp.strategies import layer_planning
+from megatron_fssdp.strategies.auto import auto_strategy
+from megatron_fssdp.strategies.flexmoe import flexmoe_strategy
+from megatron_fssdp.strategies.fssdp import fssdp_strategy
+from megatron_fssdp.strategies.prophet import prophet_strategy
 
-from ...training_run import (
-    BATCH16,
-    GATED,
-    GPT,
-    HALF,
-    RECOMPUTE_MOE,
-    WHOLE_EXPERTS,
-    add_to_logits,
-    assert_close,
-)
-from .comparison import Layout, replicas_of, trained
+from ...training_run import GPT, HALF, add_to_logits, assert_close
+from .comparison import layouts, replicas_of, trained
 from .test_parity_matrix import LAYOUTS
 
 STRATEGIES = {
@@ -38,22 +35,14 @@ STRATEGIES = {
     "ep": "smart_schedule=true group_size=1",
     "auto": "choice_interval=1",
 }
-TWO_NODES = Layout(4, 4, f"{GATED} {BATCH16}", "nodes=2")
-ALL = {
-    **LAYOUTS,
-    "copies_bf16_recomputed_moe": Layout(4, 2, f"--bf16 {RECOMPUTE_MOE} {BATCH16}", ""),
-    "two_nodes": TWO_NODES,
-}
+MORE = """
+    copies_bf16_recomputed_moe | 4 2 | --bf16 {RECOMPUTE_MOE} {BATCH16}
+    two_nodes | 4 4 | {GATED} {BATCH16} | nodes=2
+"""
+ALL = {**LAYOUTS, **layouts(MORE)}
 
 
 def cheap_links():
-    from megatron_fssdp.runtime.layers import layer_profiling
-    from megatron_fssdp.strategies import layer_planning
-    from megatron_fssdp.strategies.auto import auto_strategy
-    from megatron_fssdp.strategies.flexmoe import flexmoe_strategy
-    from megatron_fssdp.strategies.fssdp import fssdp_strategy
-    from megatron_fssdp.strategies.prophet import prophet_strategy
-
     cost = LinkCost(0.0, 1e-13)
     layer_profiling.measure_links = lambda *_: LinkSet(cost, cost, cost)
     fssdp_strategy.early_share = prophet_strategy.early_share = lambda *_: 0.4
@@ -98,7 +87,7 @@ def compare_strategies(layout, data, folder, model=GPT):
     wanted = _train(layout, "ep", "", data, folder, model)
     arguments, experts = layout.arguments, 4 if "--num-experts 4" in layout.arguments else 8
     has_parts = "--expert-tensor-parallel-size 2" in arguments or (
-        "--tensor-model-parallel-size 2" in arguments and WHOLE_EXPERTS not in arguments
+        "--tensor-model-parallel-size 2" in arguments and "--expert-tensor-parallel-size 1" not in arguments
     )
     for strategy, settings in STRATEGIES.items():
         if (
@@ -126,7 +115,7 @@ def _check_use(layout, strategy, run, folder):
     after_gate = strategy in ("quota", "fssdp-first", "fssdp-each")
     if (shadows or after_gate or strategy in ("prophet", "auto")) and layout.replicates and not drops:
         assert any(replicas_of(metrics)), strategy
-    if strategy == "flexmoe" and layout is TWO_NODES:
+    if strategy == "flexmoe" and layout is ALL["two_nodes"]:
         assert any("replicas: " in message for message in run.messages)
     if strategy == "smartmoe" and layout.moves:
         assert any("re-sharded" in message for message in run.messages)
