@@ -158,7 +158,6 @@ def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_pa
 def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path):
     layer = LayerMetrics(1, 1.05, 1.0, 24, 0, 0, 0)
     write_made_run(tmp_path, num_iterations=1, num_layers=1)
-    (tmp_path / METRICS_FILE).unlink()
     recorded(tmp_path, IterationMetrics(1, 5.0, None, 1.0, 1.0, (layer,)))
     sentence = headline_of(shown_runs([tmp_path]))
     assert "24 replicas a layer of 24 possible; every expert is on every device" in sentence
