@@ -61,9 +61,6 @@ def test_figures_equal_the_records(page, folder):
     assert "1 GiB to 1.19 GiB" in page.texts[FIGURES]
     assert "experts 3.6 MiB: parameters 1 B" in page.texts[FIGURES]
     assert f"{metrics[-1].lm_loss:.4f}" in page.texts[FIGURES]
-
-
-def test_replicas_are_shown_beside_the_loads(page, folder):
     replicas_ILE = read_placements(folder).present_ILED.sum(axis=3) - 1
     assert replicas_ILE.any()
     for layer, trace in enumerate(page.figures[REPLICAS][0]["data"]):

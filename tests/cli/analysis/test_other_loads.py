@@ -39,7 +39,7 @@ def sources(folder):
     return [folder / name for name in ("traces", "counts.npy", "counts.csv", "sums.npy")]
 
 
-def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path):
+def test_all_forms_of_the_same_loads_are_simulated_alike_and_have_a_page(tmp_path):
     results = []
     for path in sources(tmp_path):
         words = ("--loads", path, *CLUSTER, *ONE_NODE, *MODEL, "--no-plots", "--out", tmp_path / "out")
@@ -47,18 +47,14 @@ def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path):
         ranking = json.loads((tmp_path / "out" / "ranking.json").read_text())
         results.append({row["strategy"]: row["iteration_s"] for row in ranking["strategies"]})
         assert ("of 4 ranks, pipeline stages: 2, devices of each: 2" in output) == path.is_dir()
-    assert results[0] == results[1] == results[2]
-    assert results[3]["ep"] == pytest.approx(results[0]["ep"], rel=0.2)
-
-
-def test_all_forms_have_a_page(tmp_path):
-    for path in sources(tmp_path):
         page = tmp_path / f"{path.name}.html"
         output = command("report", path, *MODEL, "--out", page)
         assert f"{path.name}: 3 iterations, 2 MoE layers, 4 experts; busiest of 2 devices 1." in output
         shown = PageParts(page.read_text())
         assert shown.anchors == ["device-load", "expert-load-over-iterations"]
         assert len(shown.figures["device-load"]) == 2
+    assert results[0] == results[1] == results[2]
+    assert results[3]["ep"] == pytest.approx(results[0]["ep"], rel=0.2)
     write_tokens_per_expert(tmp_path / "save", [2], 2, 1)
     result = json.loads(command("report", tmp_path / "save", *MODEL, "--json"))
     assert result["page"] == str(tmp_path / "save" / "report.html")
