@@ -35,13 +35,9 @@ def _build(hook, out, sources):
     python_output("-c", code, cwd=sources, MEGATRON_FSSDP_PURE="1")
 
 
-def names_in(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
-
-
 def test_the_wheel_has_every_module_type_information_and_licence(distributions):
-    names = names_in(distributions[1])
+    with zipfile.ZipFile(distributions[1]) as archive:
+        names = set(archive.namelist())
     files = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "megatron_fssdp").rglob("*")

@@ -1,3 +1,4 @@
+import itertools
 import json
 import sys
 
@@ -13,13 +14,9 @@ PAYLOAD = 1e7
 
 def record(out, samples):
     options = {"nodes": 2, "ranks_per_node": 2, "rate": "100mbit", "repetitions": 3, "warm_up": 1, "seed": 0}
-    return {
-        "options": {key: str(value) for key, value in {**options, "out": out, "trace": False}.items()},
-        "size": SIZE,
-        "pace": PACE,
-        "link_payload_bytes_per_s": PAYLOAD,
-        "samples": samples,
-    }
+    options = {key: str(value) for key, value in {**options, "out": out, "trace": False}.items()}
+    measured = {"size": SIZE, "pace": PACE, "link_payload_bytes_per_s": PAYLOAD, "samples": samples}
+    return {"options": options, **measured}
 
 
 def sample(workload, variant, iteration, seconds):
@@ -39,12 +36,8 @@ def test_seconds_of_plain_expert_parallelism_equal_those_worked_out_by_hand(tmp_
 
 
 def test_the_command_writes_tables(tmp_path, monkeypatch, capsys):
-    samples = [
-        sample(workload, name, number, 0.05)
-        for workload in ("W0", "W1")
-        for name in ("none", "fssdp")
-        for number in (1, 2, 3)
-    ]
+    cells = itertools.product(("W0", "W1"), ("none", "fssdp"), (1, 2, 3))
+    samples = [sample(*cell, 0.05) for cell in cells]
     noisy = {**record(tmp_path, samples), "control_difference": {"W0": 0.01, "W1": -0.25}}
     (tmp_path / "testbed.json").write_text(json.dumps(noisy))
     out = tmp_path / "report"

@@ -54,9 +54,7 @@ def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median():
         ("W1", "none again"): [2.0, 4.5, 3.3],
         ("W1", "fssdp"): [1.0, 1.0, 1.0],
     }
-    cells = summaries(
-        [sample(*name, number, took) for name, times in seconds.items() for number, took in enumerate(times)]
-    )
+    cells = summaries([sample(*name, *drawn) for name, took in seconds.items() for drawn in enumerate(took)])
     by_cell = {(cell["workload"], cell["variant"]): cell for cell in cells}
     skewed = by_cell["W1", "fssdp"]
     assert skewed["speed_up"] == [2.5, 3.0, 3.5]
@@ -71,13 +69,9 @@ def test_speed_ups_are_paired_and_the_ceiling_is_the_best_balanced_median():
 def test_auto_is_compared_with_the_fastest_strategy_of_all_iterations():
     """The best median would be the wrong reference: c is fast in most iterations and very slow in one."""
     seconds = {"none": [8, 8, 8], "a": [4, 4, 4], "c": [1, 1, 20], "auto": [5, 4, 4], "none again": [1, 1, 1]}
-    samples = [
-        Sample("W1", variant, index, index, value, 0.0, (0, 0), (0, 0), (0, 0), (0, 0), 0, 0, (1.0,))
-        for variant, values in seconds.items()
-        for index, value in enumerate(values)
-    ]
+    samples = [sample("W1", name, *drawn) for name, took in seconds.items() for drawn in enumerate(took)]
     assert against_best(samples, "auto", ["none again"]) == [AgainstBest("W1", "a", 13 / 12, 24 / 13)]
-    assert against_best([sample for sample in samples if sample.variant == "auto"], "auto") == []
+    assert against_best([one for one in samples if one.variant == "auto"], "auto") == []
 
 
 def test_workloads_divide_the_tokens_of_an_iteration_among_micro_batches(tmp_path):
@@ -114,50 +108,33 @@ def test_link_rates_are_parsed():
 
 
 def run_testbed(*arguments):
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.testbed", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    words = [sys.executable, "-W", "ignore", "-m", "benchmarks.testbed", *arguments]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, **output)
 
 
 @pytest.mark.slow
 def test_two_ranks_are_measured_over_loopback(tmp_path):
-    moving = {
-        "smartmoe": "smartmoe:reshard_interval=1;window=1",
-        "flexmoe": "flexmoe:placement_interval=1;window=1",
-    }
-    strategies = ",".join(["none", "ep", "fssdp", "quota", *moving.values()])
-    options = [
-        "--loopback",
-        "--repetitions=2",
-        *TOY,
-        f"--strategies={strategies}",
-        "--workloads=W3,jump-micro",
-    ]
-    process = run_testbed(*options, "--out", str(tmp_path), "--result", str(tmp_path / "result.json"))
+    moving = "smartmoe:reshard_interval=1;window=1,flexmoe:placement_interval=1;window=1"
+    strategies = f"none,ep,fssdp,quota,{moving}"
+    options = ["--loopback", "--repetitions=2", f"--strategies={strategies}", "--workloads=W3,jump-micro"]
+    files = [f"--out={tmp_path}", f"--result={tmp_path / 'result.json'}"]
+    process = run_testbed(*TOY, *options, *files)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     record = json.loads((tmp_path / "testbed.json").read_text())
     by_cell = {(cell["workload"], cell["variant"]): cell for cell in record["summaries"]}
-    assert set(by_cell) == {
-        (w, v) for w in ("W0", "W3", "jump-micro") for v in (*strategies.split(","), "none again")
-    }
+    variants = [*strategies.split(","), "none again"]
+    assert set(by_cell) == {(w, v) for w in ("W0", "W3", "jump-micro") for v in variants}
     assert len(record["samples"]) == 2 * len(by_cell)
     assert max(record["worst_difference_from_ep"].values()) <= 1e-5
     num_loads = {sample["workload"]: len(sample["loads"]) for sample in record["samples"]}
     assert num_loads == {"W0": 2, "W3": 2, "jump-micro": 4 * 2}
-    skewed = by_cell["W3", "fssdp"]
+    skewed, ep, none = (by_cell["W3", variant] for variant in ("fssdp", "ep", "none"))
     assert skewed["replica_bytes"] >= 2 * 2 * 16 * 32 * 4  # at least one expert of each of the two layers
     assert skewed["transfer_bytes_between_nodes"] > 0
-    assert skewed["dispatch_bytes_between_nodes"] < by_cell["W3", "ep"]["dispatch_bytes_between_nodes"]
-    assert (
-        by_cell["W3", "ep"]["dispatch_bytes_between_nodes"]
-        == (by_cell["W3", "none"]["dispatch_bytes_between_nodes"])
-    )
+    sent = "dispatch_bytes_between_nodes"
+    assert skewed[sent] < ep[sent] == none[sent]
     assert "| W3 |" in (tmp_path / "testbed.md").read_text()
     written = json.loads((tmp_path / "result.json").read_text())
     assert [row[:2] for row in written["rows"]] == sorted(map(list, by_cell))
@@ -181,7 +158,6 @@ def test_an_interrupted_run_leaves_no_processes_or_networks(by, tmp_path):
         pytest.skip(f"no namespaces here: {refusal}")
     interfaces = sorted(os.listdir("/sys/class/net"))
     process = run_testbed("--repetitions=1000", *TOY, "--out", str(tmp_path))
-    assert process.stdout is not None
     for line in process.stdout:
         if "warm-up" in line:
             break

@@ -1,28 +1,9 @@
-import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 
 from megatron_fssdp.cli import app
 from megatron_fssdp.launch.rank_command import RankCommand
-
-
-@pytest.fixture
-def held():
-    """Holds a folder in another process, as a run in progress does; gives this process's number."""
-
-    @contextmanager
-    def hold(folder):
-        code = "import pathlib, sys, time; from megatron_fssdp.files import run_lock\n"
-        code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(1800)"
-        words = [sys.executable, "-c", code, str(folder)]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
-            assert holder.stdout.readline() == "held\n"
-            yield holder.pid
-            holder.kill()
-
-    return hold
 
 
 @pytest.fixture

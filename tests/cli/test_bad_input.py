@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from megatron_fssdp.megatron_adapter.entry.launcher import launch
-from megatron_fssdp.records.loads import LoadsWriter
-from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, MetricsWriter
 from tests.support.python_process import ROOT
 
 from ..full_disk import room_for
 from ..launch.tiny_run import fake_data
+from ..report.made_runs import write_made_run
 
 CONFIGS = ROOT / "configs"
 
@@ -31,13 +30,7 @@ def place(tmp_path, monkeypatch):
     shutil.copy(CONFIGS / "clusters" / "hpwnv.yaml", place / "cluster.yaml")
     (place / "text.txt").write_text("some words " * 20)
     (place / "strategy.yaml").write_text("slots: 2\n")
-    done = place / "done"
-    metrics = MetricsWriter(done)
-    loads = LoadsWriter(done, [1, 2, 3, 4])
-    for iteration in (1, 2):
-        layers = tuple(LayerMetrics(layer, 1.5, 1.1, 2, 3, 4, 5) for layer in (1, 2, 3, 4))
-        metrics.append(IterationMetrics(iteration, 2.0, 1.0, 1.0, 1e3, layers))
-        loads.append(iteration, np.full((4, 4, 8), 128))
+    done = write_made_run(place / "done", num_iterations=2, num_layers=4)
     shutil.copy(CONFIGS / "gpt_moe_tiny.yaml", done / "config.yaml")
     (done / "checkpoints").mkdir()
     (done / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2\n")

@@ -51,11 +51,8 @@ def run_newly(*words, cwd):
 @pytest.mark.parametrize("runs", [run, pytest.param(run_newly, marks=pytest.mark.slow)])
 def test_a_right_command_is_ok(runs, tmp_path):
     code, out, err = runs("check", "--", *f"{TORCHRUN} {GPT} --moe-strategy fssdp".split(), cwd=tmp_path)
-    assert (code, err) == (0, "")
-    assert (
-        out
-        == "OK: pretrain_gpt can start under fssdp on 2 CPU ranks; the model and the data were not built\n"
-    )
+    said = "OK: pretrain_gpt can start under fssdp on 2 CPU ranks; the model and the data were not built\n"
+    assert (code, out, err) == (0, said, "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,22 +80,14 @@ def test_a_wrong_command_is_one_line(command, wanted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "command", "wanted"),
+    ("imported", "command", "wanted"),
     [
-        (
-            "import megatron.bridge",
-            "-m megatron_fssdp train.py --recipe x",
-            "not of Megatron-LM, wanted a script",
-        ),
-        (
-            "import megatron.training",
-            f"train.py {GPT}",
-            "without the plugin; put -m megatron_fssdp before it",
-        ),
+        ("megatron.bridge", "-m megatron_fssdp train.py --recipe x", "not of Megatron-LM, wanted a script"),
+        ("megatron.training", f"train.py {GPT}", "without the plugin; put -m megatron_fssdp before it"),
     ],
 )
-def test_a_script_of_another_host_or_without_the_plugin_is_refused(text, command, wanted, tmp_path):
-    (tmp_path / "train.py").write_text(text)
+def test_a_script_of_another_host_or_without_the_plugin_is_refused(imported, command, wanted, tmp_path):
+    (tmp_path / "train.py").write_text(f"import {imported}")
     code, out, err = run("check", "--", "torchrun", *command.split(), cwd=tmp_path)
     assert (code, out) == (2, "")
     assert wanted in err

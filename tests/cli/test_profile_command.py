@@ -57,17 +57,12 @@ def test_the_command_measures_in_processes_of_its_own(start, tmp_path):
         (["--nproc", "1"], {}, "a link connects two ranks"),
         (["--nproc", "4", "--nodes", "3"], {}, "nodes: got 3, wanted a divisor of the 4 ranks"),
         ([], {}, "no ranks to measure; give --nproc N, or start the command with torchrun"),
-        (["--nproc", "2", "--out", "/proc/none/c.yaml"], {}, "got /proc, where nothing can be written"),
         (["--nproc", "2", "--out", "/"], {}, "is a folder"),
         (["--nproc", "2", "--backend", "nccl"], {}, "got no visible CUDA device"),
         (["--nproc", "2", "--repetitions", "0"], {}, "--repetitions"),
         (["--nproc", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "torchrun has already started the ranks"),
         (["--nodes", "3"], {"RANK": "0", "WORLD_SIZE": "4"}, "wanted a divisor of the 4 ranks"),
-        (
-            [],
-            {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"},
-            "wanted the same number on every machine",
-        ),
+        ([], {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "the same number on every machine"),
         (["--out", "/no/such/folder/c.yaml"], {"RANK": "1", "WORLD_SIZE": "1"}, ""),  # only rank 0 prints
     ],
 )

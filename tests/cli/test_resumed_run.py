@@ -1,4 +1,6 @@
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -75,9 +77,13 @@ def test_resume_as_another_model_is_refused(refused, out):
         assert "was started with" in err
 
 
-def test_a_live_run_is_left_alone(refused, out, held):
-    with held(out) as process:
+def test_a_live_run_is_left_alone(refused, out):
+    code = "import pathlib, sys, time; from megatron_fssdp.files import run_lock\n"
+    code += "run_lock.hold(pathlib.Path(sys.argv[1]), ''); print('held', flush=True); time.sleep(1800)"
+    with subprocess.Popen([sys.executable, "-c", code, out], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
         (out / "metrics.jsonl").touch()
         for flag in ((), ("--overwrite",), ("--resume",)):
-            assert f"a run is in progress here (process {process} on" in refused(*flag)
+            assert f"a run is in progress here (process {holder.pid} on" in refused(*flag)
+        holder.kill()
     assert "already holds a run" in refused()

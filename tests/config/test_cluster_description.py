@@ -22,11 +22,8 @@ def test_files_of_an_older_profile_are_refused_with_the_next_step(tmp_path):
     path = tmp_path / "old.yaml"
     values = EXAMPLE.model_dump(mode="json", exclude={"inter_device"}, exclude_none=True)
     path.write_text(format_yaml(values), encoding="utf-8")
-    with pytest.raises(
-        ConfigurationError, match=r"old.yaml: inter_device is missing.*run .* profile again"
-    ) as error:
+    with pytest.raises(ConfigurationError, match=r"^.*old.yaml: inter_device is missing.*profile again.*$"):
         load_cluster(path)
-    assert "\n" not in str(error.value)
 
 
 def test_cluster_names_are_found_in_the_working_folder(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def test_every_shipped_file_but_clusters_has_a_name():
         assert shipped_run(name) is None
 
 
-def test_a_users_files_come_before_shipped_ones(tmp_path):
+def test_a_users_files_come_before_shipped_ones(tmp_path, capsys):
     (tmp_path / "gpt_moe_tiny.yaml").write_text("data: {vocab_size: 300}\n", encoding="utf-8")
     assert compose(["gpt_moe_tiny.yaml"]).settings == {"data": {"vocab_size": 300}}
     run, shipped = tmp_path / "run.yaml", shipped_run("models/tiny-mixtral")
@@ -33,6 +33,9 @@ def test_a_users_files_come_before_shipped_ones(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny-mixtral.yaml").write_text("model: {num_layers: 7}\n", encoding="utf-8")
     assert compose([run]).settings == {"model": {"num_layers": 7}}
+    run.rename("h200.yaml")  # a cluster's name
+    configs_command(["h200.yaml"])
+    assert "num_layers: 7" in capsys.readouterr().out
 
 
 def test_a_wrong_name_gives_one_line_with_the_closest_name():
@@ -49,12 +52,6 @@ def test_a_shipped_cluster_is_printed_as_it_is(name, capsys):
     configs_command([name])
     assert capsys.readouterr().out == known_clusters()["h200"].read_text(encoding="utf-8")
     assert load_cluster(name).name == "h200"
-
-
-def test_a_users_run_of_a_cluster_s_name_is_printed(tmp_path, capsys):
-    (tmp_path / "h200.yaml").write_text("data: {vocab_size: 300}\n", encoding="utf-8")
-    configs_command(["h200.yaml"])
-    assert "vocab_size: 300" in capsys.readouterr().out
 
 
 def test_the_list_has_a_description_and_a_parameter_count_for_each_file():

@@ -21,13 +21,8 @@ PIECES = [
     *("include: [part.yaml]\n", "include: 3\n", "model: ", "num_layers", "\\ud800", "\\0", "\u2028"),
     *("\ufeff", "'"),
 ]
-CHANGES = st.lists(
-    st.tuples(
-        st.floats(0, 1), st.integers(0, 30), st.sampled_from(PIECES).map(str.encode) | st.binary(max_size=4)
-    ),
-    min_size=1,
-    max_size=4,
-)
+ADDED = st.sampled_from(PIECES).map(str.encode) | st.binary(max_size=4)
+CHANGES = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 30), ADDED), min_size=1, max_size=4)
 
 
 def changed(content, changes):

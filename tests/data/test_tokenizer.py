@@ -82,12 +82,15 @@ def test_a_hub_that_does_not_answer_is_named_at_once(monkeypatch, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path):
+def test_what_is_no_such_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"give a folder with tokenizer.json"):
         load_pretrained(str(tmp_path))
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigurationError, match="unknown tokenizer 'wordpeice'; did you mean 'wordpiece'"):
         build_with_progress(Console(), [tmp_path / "a.txt"], tmp_path, "wordpeice", 300)
+    (tmp_path / TOKENIZER_FILE).write_text(train_bpe(SENTENCES, 300).files[TOKENIZER_FILE])
+    with pytest.raises(ConfigurationError, match=r"has no token \[SEP\] to end a document"):
+        WordPieceTokenizer.load(tmp_path)
 
 
 def test_a_saved_tokenizer_loads_as_the_same(tmp_path):
@@ -120,9 +123,3 @@ def test_special_tokens_have_the_first_ids_and_count_as_text_in_documents():
     assert tokenizer.eod_id == tokenizer.sep
     assert tokenizer.mask not in tokenizer.encode(["the [MASK] file"])[0].tolist()
     assert tokenizer.encode(["漢"])[0].tolist() == [tokenizer.unk]
-
-
-def test_another_tokenizers_file_is_refused(tmp_path):
-    (tmp_path / TOKENIZER_FILE).write_text(train_bpe(SENTENCES, 300).files[TOKENIZER_FILE])
-    with pytest.raises(ConfigurationError, match=r"has no token \[SEP\] to end a document"):
-        WordPieceTokenizer.load(tmp_path)

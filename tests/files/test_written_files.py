@@ -40,9 +40,6 @@ def test_a_pipe_is_refused_before_the_work_and_stays(tmp_path):
         write_both(tmp_path)
     assert pipe.is_fifo()
     assert os.listdir(tmp_path) == ["full"]
-
-
-def test_something_else_in_the_place_of_the_folder_is_refused():
     with pytest.raises(ConfigurationError, match="--out /dev/null: is not a folder but a device or a pipe"):
         write_both(Path("/dev/null"))
 

@@ -16,9 +16,8 @@ def test_an_overwritten_run_is_moved_aside_with_all_its_files(tmp_path):
     aside = folder.move_aside()
     assert aside is not None
     assert aside.name.startswith("x.old-")
-    assert {"config.yaml", "metrics.jsonl", "notes.txt", "report.html"} < {
-        path.name for path in aside.iterdir()
-    }
+    names = {path.name for path in aside.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "notes.txt", "report.html"} < names
     assert not folder.path.exists()
 
 
@@ -29,13 +28,14 @@ def test_a_full_disk_does_not_hide_why_a_run_stopped(tmp_path):
 
 
 def test_words_for_megatron_are_in_the_record_and_are_kept(tmp_path):
-    request = TrainRequest(
-        [TINY], out=tmp_path, megatron_words=["--hidden-size", "128", "--moe-z-loss-coeff", "1e-3"]
-    )
+    words = "--hidden-size 128 --moe-z-loss-coeff 1e-3 --moe-grouped-gemm --moe-layer-freq ([0]*2+[1]*2)"
+    request = TrainRequest([TINY], out=tmp_path, megatron_words=words.split())
     run = request.resolve()
     request.folder.create(run, request.changed_settings())
     recorded = validate(RunConfig, load_yaml(tmp_path / "config.yaml"), "config.yaml")
     assert recorded == run
     assert list(load_yaml(tmp_path / "config.yaml")) == list(RunConfig.model_fields)
     assert (recorded.model.hidden_size, recorded.model.moe_z_loss_coeff) == (128, 1e-3)
+    assert recorded.model.moe_layer_freq == (0, 0, 1, 1)
+    assert recorded.model.moe_grouped_gemm
     assert TrainRequest([TINY], out=tmp_path, resume=True).resolve() == run

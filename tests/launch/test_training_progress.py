@@ -17,10 +17,11 @@ def line(iteration):
     return json.dumps(asdict(record(iteration))) + "\n"
 
 
-def shown(path, iterations, steps, **options):
-    """The display after the file had these contents one after the other, and its lines without a terminal."""
+def shown(path, iterations, steps, *, force_terminal=False, **options):
+    """The display after the file had these contents one after the other, and its lines."""
     output = io.StringIO()
-    with TrainingProgress(path, iterations, 4, Console(file=output, width=200), **options) as progress:
+    console = Console(file=output, width=200, force_terminal=force_terminal)
+    with TrainingProgress(path, iterations, 4, console, **options) as progress:
         for text in steps:
             path.write_text(text)
             progress.update()
@@ -31,11 +32,9 @@ def test_complete_new_lines_are_shown_as_plain_lines_without_a_terminal(tmp_path
     path = tmp_path / "metrics.jsonl"
     damaged = line(1) + line(2) + "damaged\n"
     progress, lines = shown(path, 3, [line(1) + line(2)[:20], damaged, damaged + line(3)])
-    assert lines[0] == "starting 4 ranks"
-    assert [text.split("  ")[0] for text in lines[1:]] == ["iteration 1/3", "iteration 3/3"]
-    assert lines[1] == (
-        "iteration 1/3  loss 3.2500  12,346 tokens/s  load max/mean 1.20 (plain EP 2.00)  ETA 0:08"
-    )
+    first = "iteration 1/3  loss 3.2500  12,346 tokens/s  load max/mean 1.20 (plain EP 2.00)  ETA 0:08"
+    assert lines[:2] == ["starting 4 ranks", first]
+    assert [text.split("  ")[0] for text in lines[2:]] == ["iteration 3/3"]
     assert progress.last == record(3)
 
 
@@ -47,12 +46,8 @@ def test_a_resumed_run_is_shown_from_its_new_lines_on_although_a_half_line_is_cu
 
 
 def test_progress_is_one_live_line_on_a_terminal(tmp_path):
-    path, output = tmp_path / "metrics.jsonl", io.StringIO()
-    path.touch()
-    with TrainingProgress(path, 2, 4, Console(file=output, force_terminal=True, width=120)) as progress:
-        path.write_text(line(1))
-        progress.update()
-    assert "iteration 1/2" in output.getvalue()
+    _, lines = shown(tmp_path / "metrics.jsonl", 2, [line(1)], force_terminal=True)
+    assert "iteration 1/2" in "".join(lines)
 
 
 def test_the_time_after_the_last_iteration_is_explained(tmp_path):

@@ -22,11 +22,11 @@ def fake_data(folder, vocab_size=1000, tokenizer="bpe"):
     return folder
 
 
-def arguments_of(run):
-    """Megatron's arguments of a run on this machine, which has no Transformer Engine."""
+def arguments_of(run, machine=None, *, resume=False):
+    """Megatron's arguments of a run, by default on this machine, which has no Transformer Engine."""
     data = data_arguments(run, Path("d"), run.data.vocab_size, run.data.vocab_size - 1, 50)
-    machine = Installation(run.training.device != "cuda", has_transformer_engine=False)
-    return megatron_arguments(run, data, machine, Path("runs/x"), resume=False)
+    machine = machine or Installation(run.training.device != "cuda", has_transformer_engine=False)
+    return megatron_arguments(run, data, machine, Path("runs/x"), resume=resume)
 
 
 def words_of(output):

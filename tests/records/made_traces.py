@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 TOP_K, TOKENS, EXPERTS = 2, 16, 4
+LINE = {"stage": "pre_dispatch", "block": "decoder", "num_tokens": TOKENS, "topk": TOP_K}
 
 
 def write_traces(folder, layers_of_stages, num_devices, passes=(3, 3), seed=0):
@@ -19,19 +20,12 @@ def write_traces(folder, layers_of_stages, num_devices, passes=(3, 3), seed=0):
     for stage, num_layers in enumerate(layers_of_stages):
         for device in range(num_devices):
             rank, lines = stage * num_devices + device, list[dict[str, Any]]()
-            for step, layer in (
-                (i, n) for i, num in enumerate(passes) for _ in range(num) for n in range(num_layers)
-            ):
+            places = ((i, n) for i, num in enumerate(passes) for _ in range(num) for n in range(num_layers))
+            for step, layer in places:
                 chosen = np.argsort(rng.random((TOKENS, EXPERTS)) * [1, 2, 3, 4], axis=1)[:, :TOP_K]
                 counts[step, before + layer, device] += np.bincount(chosen.ravel(), minlength=EXPERTS)
-                line = {
-                    "step": step,
-                    "stage": "pre_dispatch",
-                    "block": "decoder",
-                    "layer": layer,
-                    "rank": rank,
-                }
-                lines.append({**line, "num_tokens": TOKENS, "topk": TOP_K, "top_indices": chosen.tolist()})
+                place = {"step": step, "layer": layer, "rank": rank}
+                lines.append({**LINE, **place, "top_indices": chosen.tolist()})
             write_lines(folder / f"router_trace_rank{rank}.jsonl", lines)
         before += num_layers
     return counts

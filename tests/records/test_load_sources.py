@@ -63,19 +63,15 @@ def test_other_arrays_are_refused(array, words, tmp_path):
         read(tmp_path / "x.npy")
 
 
-def write_table(path, columns="iteration,layer,device,expert,tokens"):
-    with path.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(columns.split(","))
-        for (i, layer, device, expert), tokens in np.ndenumerate(COUNTS):
-            cells = {"iteration": 10 * i, "layer": layer + 1, "device": device, "expert": expert}
-            if tokens:
-                table.writerow([{**cells, "tokens": tokens}[name] for name in columns.split(",")])
-
-
 def test_a_table_is_read_in_any_order_of_its_columns(tmp_path):
     for columns in ("iteration,layer,device,expert,tokens", "tokens,expert,layer,iteration,device"):
-        write_table(tmp_path / "x.csv", columns)
+        with (tmp_path / "x.csv").open("w", newline="") as file:
+            table = csv.DictWriter(file, columns.split(","))
+            table.writeheader()
+            for (i, layer, device, expert), tokens in np.ndenumerate(COUNTS):
+                cells = {"iteration": 10 * i, "layer": layer + 1, "device": device, "expert": expert}
+                if tokens:
+                    table.writerow({**cells, "tokens": tokens})
         loads = read(tmp_path / "x.csv")
         np.testing.assert_array_equal(loads.counts_ILDE, COUNTS)
         assert (loads.iterations.tolist(), loads.layers.tolist()) == ([0, 10, 20], [1, 2])

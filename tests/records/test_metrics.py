@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -23,20 +22,28 @@ def record(iteration, loss=3.5):
 
 
 def test_after_a_kill_and_a_resume_the_last_line_of_an_iteration_counts(tmp_path):
-    writer = MetricsWriter(tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    assert last_metrics(path) is None
+    writer = MetricsWriter(path.parent)
     for iteration in (1, 2, 3):
         writer.append(record(iteration))
-    assert read_metrics(tmp_path / "run") == [record(1), record(2), record(3)]  # at once
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+    assert read_metrics(path.parent) == [record(1), record(2), record(3)]  # at once
+    with path.open("a") as file:
         file.write('{"iteration": 4, "lm_')  # killed while writing
-    assert len(read_metrics(tmp_path / "run")) == 3
-    writer = MetricsWriter(tmp_path / "run")
+    assert len(read_metrics(path.parent)) == 3
+    assert last_metrics(path) == record(3)
+    writer = MetricsWriter(path.parent)
+    writer.append(record(3, loss=0.5))  # as long as the line that it replaces
+    assert last_metrics(path) == record(3, loss=0.5)
+    writer = MetricsWriter(path.parent)
     writer.append(record(2, loss=9.0))
     writer.append(record(3, loss=math.nan))
-    first, second, third = read_metrics(tmp_path / "run")
+    first, second, third = read_metrics(path.parent)
     assert (first, second, third.iteration) == (record(1), record(2, loss=9.0), 3)
     assert math.isnan(third.lm_loss)
-    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3], "one line for each iteration"
+    assert "NaN" not in lines[2]
 
 
 def test_keys_of_other_versions_are_ignored_or_zero():
@@ -78,21 +85,3 @@ def test_a_full_disk_costs_only_the_line_that_does_not_fit(tmp_path):
     assert read_metrics(tmp_path) == [record(1)]
     writer.append(record(2))
     assert read_metrics(tmp_path) == [record(1), record(2)]
-
-
-def test_a_resumed_run_leaves_one_line_for_each_iteration_and_the_last_one_is_seen(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    for iteration in range(1, 6):
-        writer.append(record(iteration))
-    path = tmp_path / "metrics.jsonl"
-    assert last_metrics(path) == record(5)
-    writer = MetricsWriter(tmp_path)
-    writer.append(replace(record(5), lm_loss=0.5))  # as long as the line that it replaces
-    assert last_metrics(path) == replace(record(5), lm_loss=0.5)
-    writer.append(record(6))
-    lines = path.read_text().splitlines()
-    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    with path.open("a") as file:
-        file.write('{"iteration": 7, "lm_')  # is being written
-    assert last_metrics(path) == record(6)
-    assert last_metrics(tmp_path / "none.jsonl") is None

@@ -10,15 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_fssdp import records
 from megatron_fssdp.config.errors import ConfigurationError
+from megatron_fssdp.records import run_settings
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, MetricsWriter
-from megatron_fssdp.records.run_settings import (
-    RECORDED_RUN_HEADER,
-    differing_settings,
-    flat_settings,
-    loss_obstacle,
-    run_config_of,
-    write_recorded_settings,
-)
 from tests.config.test_yaml_fuzzing import changed
 
 OLD_RUN = Path(__file__).parent / "old_run"
@@ -28,7 +21,7 @@ OLD_RUN = Path(__file__).parent / "old_run"
 def test_an_old_run_folder_is_read():
     run = records.load(OLD_RUN)
     assert (run.strategy, run.layers, run.asked_iterations, run.problems) == ("fssdp", [1, 2, 3, 4], 14, ())
-    assert run_config_of(OLD_RUN).model.num_experts == 8
+    assert run_settings.run_config_of(OLD_RUN).model.num_experts == 8
     assert run.expert_memory.startswith("experts 3.6 MiB")
     assert run.session is not None
     assert run.session.shared_cores == "4 ranks share 2 cores"
@@ -79,7 +72,7 @@ def test_changed_files_are_valid_or_refused_in_one_line(tmp_path, name, changes)
     assert run.arrays["load_max_over_mean_IL"].shape == (len(run.metrics), len(run.layers))
 
 
-GPT = flat_settings(
+GPT = run_settings.flat_settings(
     {
         "model": {"family": "gpt", "hidden_size": 64},
         "data": {"path": "a", "vocab_size": 2048},
@@ -91,13 +84,12 @@ GPT = flat_settings(
 
 def test_strategies_and_seeds_may_differ_and_are_named():
     others = GPT | {"training.seed": 2, "strategy.name": "fssdp", "strategy.settings.slots": 2}
-    assert differing_settings([GPT, others]) == {
-        "training.seed": ("1", "2"),
-        "strategy.name": ("ep", "fssdp"),
-        "strategy.settings.slots": ("–", "2"),
-    }
-    assert loss_obstacle([GPT, others]) == ""
-    assert differing_settings([GPT, {}, {"strategy.name": "ep"}]) == {}  # unknown settings count as equal
+    wanted = {"training.seed": ("1", "2"), "strategy.name": ("ep", "fssdp")}
+    wanted["strategy.settings.slots"] = ("–", "2")
+    assert run_settings.differing_settings([GPT, others]) == wanted
+    assert run_settings.loss_obstacle([GPT, others]) == ""
+    # Unknown settings count as equal.
+    assert run_settings.differing_settings([GPT, {}, {"strategy.name": "ep"}]) == {}
 
 
 @pytest.mark.parametrize(
@@ -110,20 +102,21 @@ def test_strategies_and_seeds_may_differ_and_are_named():
     ],
 )
 def test_other_models_schedules_and_data_are_an_obstacle(changed, obstacle):
-    assert loss_obstacle([GPT, GPT | changed]) == obstacle
+    assert run_settings.loss_obstacle([GPT, GPT | changed]) == obstacle
 
 
 def test_the_same_data_in_two_folders_is_no_difference(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text('{"files": {"text.bin": {"sha256": "0"}}}')
-    assert differing_settings([GPT | {"data.path": str(tmp_path / name)} for name in ("a", "b")]) == {}
+    runs = [GPT | {"data.path": str(tmp_path / name)} for name in ("a", "b")]
+    assert run_settings.differing_settings(runs) == {}
 
 
-@pytest.mark.parametrize("header", [RECORDED_RUN_HEADER, "# another\n"])
+@pytest.mark.parametrize("header", [run_settings.RECORDED_RUN_HEADER, "# another\n"])
 def test_settings_of_train_are_never_replaced(tmp_path, header):
     (tmp_path / "config.yaml").write_text(text := f"{header}strategy: {{name: ep}}\n")
     refused = pytest.raises(ConfigurationError, match="exists")
-    with nullcontext() if header == RECORDED_RUN_HEADER else refused:
-        assert not write_recorded_settings(tmp_path, None, {"name": "fssdp", "settings": {}})
+    with nullcontext() if header == run_settings.RECORDED_RUN_HEADER else refused:
+        assert not run_settings.write_recorded_settings(tmp_path, None, {"name": "fssdp", "settings": {}})
     assert (tmp_path / "config.yaml").read_text() == text

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.records.loads import LoadsWriter, MicroBatchLoadsWriter
 from megatron_fssdp.records.metrics import IterationMetrics, LayerMetrics, MetricsWriter, PassMetrics
 from megatron_fssdp.records.placements import PlacementsWriter
@@ -54,6 +55,16 @@ def write_made_run(
         placements.append(iteration, owned_LED, present_LED, ep_LD, tokens_LD)
         replicas_L = (present_LED.sum(axis=(1, 2)) - num_experts).tolist()
         resharded = {"resharded_experts": 3, "reshard_bytes": 300, "reshard_s": 0.2} if iteration == 4 else {}
+        of_layers = []
+        for i, num in enumerate(replicas_L):
+            load = max_over_mean(ep_LD[i]), max_over_mean(tokens_LD[i])
+            moved = {"spag_bytes": 1000 * num, "sprs_bytes": 1000 * num, "cross_node_tokens": 7}
+            spag = {"spag_s": 0.01 * num, "spag_exposed_s": 0.001 * num}
+            sprs = {"sprs_s": 0.01 * num, "sprs_exposed_s": 0.002 * num}
+            forward = PassMetrics(0.02 + 0.01 * i, 0.015, 0.02, 0.025, 0.03)
+            backward = PassMetrics(0.06, 0.02, 0.04, 0.05, 0.045)
+            parts = {"forward": forward, "backward": backward} if has_parts else {}
+            of_layers.append(LayerMetrics(layers[i], *load, num, **moved, **spag, **sprs, **parts))
         metrics.append(
             IterationMetrics(
                 iteration,
@@ -61,24 +72,7 @@ def write_made_run(
                 grad_norm=1.0,
                 iteration_s=1.0 + 0.1 * float(rng.random()),
                 tokens_per_s=1000.0 + iteration,
-                layers=tuple(
-                    LayerMetrics(
-                        layer,
-                        float(ep_LD[i].max() / ep_LD[i].mean()),
-                        float(tokens_LD[i].max() / tokens_LD[i].mean()),
-                        num_replicas=replicas_L[i],
-                        spag_bytes=1000 * replicas_L[i],
-                        sprs_bytes=1000 * replicas_L[i],
-                        cross_node_tokens=7,
-                        spag_s=0.01 * replicas_L[i],
-                        spag_exposed_s=0.001 * replicas_L[i],
-                        sprs_s=0.01 * replicas_L[i],
-                        sprs_exposed_s=0.002 * replicas_L[i],
-                        forward=PassMetrics(0.02 + 0.01 * i, 0.015, 0.02, 0.025, 0.03) if has_parts else None,
-                        backward=PassMetrics(0.06, 0.02, 0.04, 0.05, 0.045) if has_parts else None,
-                    )
-                    for i, layer in enumerate(layers)
-                ),
+                layers=tuple(of_layers),
                 **resharded,
                 passes_s=0.8,
                 rank_peak_bytes=tuple(2**30 + 2**26 * rank for rank in range(num_devices)),

@@ -14,14 +14,7 @@ from megatron_fssdp.records.metrics import (
     RunSession,
 )
 from megatron_fssdp.records.recorded_run import STOP_MARK
-from megatron_fssdp.report.measures import (
-    comparison_table,
-    mean_parts_s,
-    measures_of,
-    progress_of,
-    shown_runs,
-    time_parts,
-)
+from megatron_fssdp.report import measures
 from megatron_fssdp.report.run_page import headline_of, run_page
 
 from .made_runs import write_made_run
@@ -46,7 +39,7 @@ def test_parts_are_those_of_the_slowest_experts_and_add_up(tmp_path):
     # Experts take 1 s on the mean rank and 1.5 s on the slowest, for which the combine waits 0.5 s.
     parts = PassMetrics(other_s=0.25, dispatch_s=0.5, experts_s=1.0, combine_s=0.75, experts_slowest_s=1.5)
     run = recorded(tmp_path, iteration(1, 8.0, parts), iteration(2, 8.0), iteration(3, 0.0))
-    parts_s = time_parts(run)
+    parts_s = measures.time_parts(run)
     np.testing.assert_allclose(sum(parts_s.values()), 10.0)
     wanted = {
         "passes": [0, 7.5, 0],
@@ -59,12 +52,12 @@ def test_parts_are_those_of_the_slowest_experts_and_add_up(tmp_path):
     }
     for part, seconds in wanted.items():
         np.testing.assert_allclose(parts_s[part], seconds, err_msg=part)
-    assert mean_parts_s(run)["passes"] == 3.75
+    assert measures.mean_parts_s(run)["passes"] == 3.75
 
 
 def test_layers_of_pipeline_stages_that_work_at_the_same_time_share_the_passes(tmp_path):
     parts = PassMetrics(1.0, 1.0, 1.0, 1.0, 1.0)
-    parts_s = time_parts(recorded(tmp_path, iteration(1, 8.5, parts, count=2)))
+    parts_s = measures.time_parts(recorded(tmp_path, iteration(1, 8.5, parts, count=2)))
     np.testing.assert_allclose(parts_s["experts"], 4 * 8.5 / 17)
     np.testing.assert_allclose(sum(parts_s.values()), 10.0)
 
@@ -73,7 +66,8 @@ def test_layers_of_pipeline_stages_that_work_at_the_same_time_share_the_passes(t
 def test_operations_per_second_are_of_one_device(cores, text, tmp_path):
     session = RunSession("fssdp", 2, 4, cores, devices=8)
     run = recorded(tmp_path, IterationMetrics(1, 5.0, None, 2.0, 1.0, flops=3.2e15, session=session))
-    assert {measure.key: measure.text for measure in measures_of(run)}["flops_per_s_per_device"] == text
+    texts = {measure.key: measure.text for measure in measures.measures_of(run)}
+    assert texts["flops_per_s_per_device"] == text
 
 
 def write(folder, numbers, session, load_ratio=2.0):
@@ -101,17 +95,17 @@ def write(folder, numbers, session, load_ratio=2.0):
 def test_the_iterations_of_a_run_are_counted(numbers, asked, words, tmp_path):
     for part in numbers:
         write(tmp_path, part, RunSession("ep", asked))
-    assert progress_of(load(tmp_path)) == words
+    assert measures.progress_of(load(tmp_path)) == words
     os.utime(tmp_path / METRICS_FILE)  # a run that still trains is not called interrupted
-    assert progress_of(load(tmp_path)) == words.replace("interrupted", "so far")
+    assert measures.progress_of(load(tmp_path)) == words.replace("interrupted", "so far")
     (tmp_path / "log.txt").write_text(f"{STOP_MARK} {numbers[-1][-1]}: interrupted by Ctrl-C\n")
-    assert progress_of(load(tmp_path)) == words
+    assert measures.progress_of(load(tmp_path)) == words
 
 
 def test_starts_of_a_resumed_run_are_shown(tmp_path):
     write(tmp_path, range(1, 6), RunSession("ep", 10))
     write(tmp_path, range(4, 11), RunSession("fssdp", 10), load_ratio=1.0)
-    runs = shown_runs([tmp_path])
+    runs = measures.shown_runs([tmp_path])
     assert runs[0].run.strategy == "fssdp"  # there is no config.yaml, so the last start names it
     (figure,) = next(section.parts for section in run_page(runs).sections if section.anchor == "loss")
     assert isinstance(figure, go.Figure)
@@ -123,8 +117,8 @@ def test_starts_of_a_resumed_run_are_shown(tmp_path):
 def test_only_ranks_with_cores_of_their_own_have_a_speed(cores, tmp_path):
     for name, numbers, ratio in (("ep", range(1, 6), 2.0), ("fssdp", range(101, 106), 1.0)):
         write(tmp_path / name, numbers, RunSession(name, 5, ranks=4, cores=cores), ratio)
-    runs = shown_runs([tmp_path / "ep", tmp_path / "fssdp"])
-    speeds = {row[0]: row[1:] for row in comparison_table(runs).rows}["tokens/s: median (quartiles)"]
+    runs = measures.shown_runs([tmp_path / "ep", tmp_path / "fssdp"])
+    speeds = {row[0]: row[1:] for row in measures.comparison_table(runs).rows}["tokens/s: median (quartiles)"]
     sentence = headline_of(runs)
     assert "busiest device 2.00 → 1.00 × mean load" in sentence
     if cores == 2:
@@ -138,14 +132,14 @@ def test_only_ranks_with_cores_of_their_own_have_a_speed(cores, tmp_path):
         same = headline_of([runs[0], runs[0]])
         assert "no clear difference: the quartiles overlap" in same
         write(tmp_path / "short", range(1, 2), RunSession("ep", 1, ranks=4, cores=cores), 2.0)
-        short = headline_of([runs[1], *shown_runs([tmp_path / "short"])])
+        short = headline_of([runs[1], *measures.shown_runs([tmp_path / "short"])])
         assert "a single iteration, which also allocates, says little" in short
 
 
 def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_path):
-    (made,) = shown_runs([write_made_run(tmp_path / "a")])
+    (made,) = measures.shown_runs([write_made_run(tmp_path / "a")])
     sentence = headline_of([made])
-    parts_s = mean_parts_s(made.run)
+    parts_s = measures.mean_parts_s(made.run)
     whole_s = sum(parts_s.values())
     for word, part in (("weights (spAG", "waiting for spAG"), ("gradients (spRS", "waiting for spRS")):
         wanted = f"{1e3 * parts_s[part]:.3g} ms for {word}, {parts_s[part] / whole_s:.1%})"
@@ -158,9 +152,8 @@ def test_the_headline_states_waits_for_weights_and_gradients_and_replicas(tmp_pa
 def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path):
     layer = LayerMetrics(1, 1.05, 1.0, 24, 0, 0, 0)
     write_made_run(tmp_path, num_iterations=1, num_layers=1)
-    (tmp_path / METRICS_FILE).unlink()
     recorded(tmp_path, IterationMetrics(1, 5.0, None, 1.0, 1.0, (layer,)))
-    sentence = headline_of(shown_runs([tmp_path]))
+    sentence = headline_of(measures.shown_runs([tmp_path]))
     assert "24 replicas a layer of 24 possible; every expert is on every device" in sentence
     assert "loads are almost even without balancing (1.05), so plain EP would do" in sentence
 
@@ -168,7 +161,7 @@ def test_the_headline_says_where_plain_expert_parallelism_would_do(tmp_path):
 def test_the_table_has_rows_where_a_run_has_something(tmp_path):
     ep = write_made_run(tmp_path / "ep", "ep", num_iterations=3)
     fssdp = write_made_run(tmp_path / "fssdp")
-    rows = {row[0]: row[1:] for row in comparison_table(shown_runs([ep, fssdp])).rows}
+    rows = {row[0]: row[1:] for row in measures.comparison_table(measures.shown_runs([ep, fssdp])).rows}
     assert rows["re-shards: moved experts, bytes, seconds"] == ("–", "1: 3, 300 B, 0.20 s")
     assert rows["hidden under compute: weights (spAG)"] == ("–", "90%")
     assert rows["bytes moved: gradients (spRS)"] == ("0 B", "30 kB")

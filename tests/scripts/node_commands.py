@@ -47,16 +47,8 @@ def built_nodes(nodes):
     The caller must end all processes on the nodes, because they are not in a process namespace.
     """
     words = [sys.executable, "-m", __name__, str(nodes.num_nodes), str(nodes.rate_bits_per_s)]
-    keeper = subprocess.Popen(
-        ["unshare", "--net", "--mount", "--", *words],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert keeper.stdin is not None
-    assert keeper.stdout is not None
-    assert keeper.stderr is not None
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    keeper = subprocess.Popen(["unshare", "--net", "--mount", "--", *words], cwd=ROOT, **pipes)
     try:
         if keeper.stdout.readline() != _READY:
             raise RuntimeError(f"nodes: {keeper.stderr.read().decode().strip() or 'refused'}")

@@ -93,23 +93,12 @@ def test_every_strategy_is_trained_after_its_baseline():
 def test_benchmarks_know_the_options_that_they_get(device, tmp_path):
     steps = gpu_check.check_steps(ROOT, tmp_path, 4, device)
     of_benchmarks = [step.command for step in steps if step.command[1].startswith(str(ROOT / "benchmarks"))]
-    assert {Path(words[1]).stem for words in of_benchmarks} == {
-        "gpu_parity",
-        "gpu_kernels",
-        "gpu_layer",
-        "overlap",
-    }
+    names = {"gpu_parity", "gpu_kernels", "gpu_layer", "overlap"}
+    assert {Path(words[1]).stem for words in of_benchmarks} == names
     for words in of_benchmarks:
         script = Path(words[1]).read_text(encoding="utf-8")
         options = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
         assert [option for option in options if f'"{option}"' not in script] == []
-
-
-def written(out, results):
-    for name in ("logs", "results"):
-        (out / name).mkdir(exist_ok=True)
-    for name, result in results.items():
-        (out / "results" / name).write_text(json.dumps(result))
 
 
 def test_the_page_has_verdict_losses_times_and_memory(tmp_path):
@@ -121,12 +110,14 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path):
     kernels = [["remap", "T 4", "even", 12.4, 60.6, None], ["attention", "long", "alone", 901.0, None, 80.0]]
     layer = {"sizes": {"coarse": {"layer": {"fssdp": fssdp}}}}
     rows = [row, {**row, "case": "none", "peak_gib": 1.0}]
-    written(tmp_path, {"gpu_layer.json": layer, "overlap.json": {"damaged": []}})
-    written(tmp_path, {"gpu_kernels.json": {"rows": kernels}})
+    kept = {"gpu_layer": layer, "overlap": {"damaged": []}, "gpu_kernels": {"rows": kernels}}
+    for name in ("logs", "results"):
+        (tmp_path / name).mkdir()
+    for name, result in kept.items():
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(result))
     (tmp_path / "results" / "parity.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "logs" / "doctor.txt").write_text(
-        "```\nok      GPUs: 8 × NVIDIA <H100>\n```\n<details>" + 9999 * "…"
-    )
+    said = "```\nok      GPUs: 8 × NVIDIA <H100>\n```\n<details>"
+    (tmp_path / "logs" / "doctor.txt").write_text(said + 9999 * "…")
     steps = [Step("doctor", ("true",), 1), Step("overlap", ("true",), 1).failed("<a reason>")]
     html = page_html(tmp_path, "FAILED: 2 steps", steps, 8, "cuda")
     for part in (
@@ -138,8 +129,7 @@ def test_the_page_has_verdict_losses_times_and_memory(tmp_path):
     assert "No GPU was used" not in html
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", html), "the page needs no network"
     assert "shared one GPU" in page_html(tmp_path, "PASSED", steps[:1], 4, "one-card")
-    virtual = page_html(tmp_path, "PASSED", steps[:1], 4, "virtual")
-    assert "nothing about speed" in virtual
+    assert "nothing about speed" in page_html(tmp_path, "PASSED", steps[:1], 4, "virtual")
 
 
 def check(monkeypatch, out, *words, gpus=2):
@@ -185,9 +175,8 @@ def test_trainings_run_side_by_side_but_for_their_baseline(monkeypatch, capsys, 
     pair = [str(tmp_path / "one"), str(tmp_path / "other")]
     words = [(sys.executable, "-c", textwrap.dedent(code), *files) for files in (pair, pair[::-1])]
     both = [Step(f"beside{at}", command, 60, has_company=True) for at, command in enumerate(words)]
-    monkeypatch.setattr(
-        gpu_check, "check_steps", lambda *_, **__: [step("doctor", ""), *both, step("end", "")]
-    )
+    steps = [step("doctor", ""), *both, step("end", "")]
+    monkeypatch.setattr(gpu_check, "check_steps", lambda *_, **__: steps)
     monkeypatch.setattr(gpu_check.os, "cpu_count", lambda: 8)
     assert check(monkeypatch, tmp_path / "out", gpus=2) == 0
     said = [line.strip().split(" in ")[0] for line in capsys.readouterr().out.splitlines()]
@@ -232,9 +221,8 @@ def test_refused_trainings_must_be_refused(monkeypatch, tmp_path):
 @pytest.mark.timeout(3600)
 def test_the_whole_check_passes_on_virtual_devices(tmp_path):
     words = ["bash", ROOT / "scripts" / "gpu_check.sh", "--virtual", "--python", sys.executable]
-    done = subprocess.run(
-        [*words, "--out", tmp_path / "out"], capture_output=True, text=True, cwd=ROOT, timeout=3500
-    )
+    words += ["--out", tmp_path / "out"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=3500)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     verdicts = {step["name"]: step["verdict"] for step in record["steps"]}

@@ -12,12 +12,14 @@ from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 from tests.support.python_process import ROOT
 
-SCRIPTS = ROOT / "scripts" / "docs"
+
+@pytest.fixture
+def scale(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    return importlib.import_module("scale")
 
 
-def test_messages_are_those_that_the_runtime_posts(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    scale = importlib.import_module("scale")
+def test_messages_are_those_that_the_runtime_posts(scale):
     job, _ = scale.stage_of("Mixtral 8x22B", 64)
     topology = Topology((0, 0, 0, 0, 1, 1, 1, 1))
     present_ED = np.eye(8, dtype=bool)
@@ -45,9 +47,7 @@ def test_messages_are_those_that_the_runtime_posts(monkeypatch):
     assert sent_XD[2].sum() == pytest.approx(placement.num_replicas * elements * (2 + 4) / 2**30)
 
 
-def test_a_stage_has_all_devices_and_layers(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    scale = importlib.import_module("scale")
+def test_a_stage_has_all_devices_and_layers(scale):
     for model in scale.MODELS:
         for num_gpus in scale.GPUS:
             job, stages = scale.stage_of(model, num_gpus)

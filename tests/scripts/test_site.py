@@ -42,9 +42,8 @@ def test_links_lead_to_files_of_the_repository(page):
 
 def test_links_and_places_on_the_site_exist(site):
     pages = {page: page.read_text("utf-8") for page in site.rglob("*.html") if page.name != "404.html"}
-    places = {
-        page: set(re.findall(r"\s(?:id|name)=[\"']?([^\"'\s>]+)", text)) for page, text in pages.items()
-    }
+    named = re.compile(r"\s(?:id|name)=[\"']?([^\"'\s>]+)")
+    places = {page: set(named.findall(text)) for page, text in pages.items()}
     lost = []
     for page, text in pages.items():
         for address in re.findall(r"<a\s[^>]*?href=[\"']?([^\"'\s>]+)", text):
@@ -59,9 +58,7 @@ def test_links_and_places_on_the_site_exist(site):
     assert {page for page, text in pages.items() if LOADED_FROM_ELSEWHERE.search(text)} == set()
 
 
-@pytest.mark.parametrize(
-    "page", sorted(DOCS.glob("*.md")), ids=lambda page: page.parent.name + "-" + page.name
-)
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_generated_parts_are_fresh(page, monkeypatch):
     text = page.read_text(encoding="utf-8")
     assert script("tables", monkeypatch).written(text) == text, "run `python scripts/docs/tables.py`"

@@ -7,7 +7,6 @@ Only the file system and the cores are the same.
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
@@ -67,13 +66,10 @@ def test_a_node_that_died_rejoins_the_run(one_node, network, tmp_path):
     """The other node restarts its ranks and waits for it; both resume from the last checkpoint."""
     with TwoNodes(tmp_path, network.on, train_iters=ITERATIONS, save_interval=SAVED_EVERY) as run:
         run.start(**ON_NETWORK, MAX_RESTARTS="2")
-        tracker = run.out / "checkpoints" / "latest_checkpointed_iteration.txt"
-        while not tracker.exists() or run.num_iterations() < 2 * SAVED_EVERY:
-            assert all(process.poll() is None for process in run.processes), run.said()
-            time.sleep(0.05)
+        run.wait_until(lambda: run.saved_iteration() and run.num_iterations() >= 2 * SAVED_EVERY)
         kill_node(network, 1)
         run.processes[1].wait()
-        saved, reached = int(tracker.read_text()), run.num_iterations()
+        saved, reached = run.saved_iteration(), run.num_iterations()
         assert reached < ITERATIONS, "the node died after the end"
         assert run.processes[0].poll() is None, run.said()
         run.processes[1] = run.start_node(1)

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 
 import yaml
 
@@ -12,19 +13,15 @@ from tests.support.python_process import ROOT
 NODE = ROOT / "scripts" / "run_node.sh"
 UNFINISHED = 75
 
-RUN = {
-    "model": {
-        **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4},
-        **{"seq_length": 16, "num_experts": 4, "moe_router_load_balancing_type": "none"},
-    },
-    "data": {"external": True},
-    "parallelism": {"expert_model_parallel_size": 2},
-    "training": {
-        **{"train_iters": 60, "micro_batch_size": 1, "global_batch_size": 4, "device": "cpu"},
-        **{"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 257},
-    },
-    "strategy": {"name": "fssdp", "settings": {"slots": 1, "overlap_degree": 2}},
-}
+RUN = yaml.safe_load("""
+    model: {num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 4, seq_length: 16,
+            num_experts: 4, moe_router_load_balancing_type: none}
+    data: {external: true}
+    parallelism: {expert_model_parallel_size: 2}
+    training: {train_iters: 60, micro_batch_size: 1, global_batch_size: 4, device: cpu, mock_data: true,
+               tokenizer_type: NullTokenizer, vocab_size: 257}
+    strategy: {name: fssdp, settings: {slots: 1, overlap_degree: 2}}
+""")
 
 
 class TwoNodes:
@@ -48,32 +45,34 @@ class TwoNodes:
 
     def start(self, nodes=2, ranks_per_node=1, **env):
         """Start all nodes; variables of the environment win over those that a scheduler sets."""
-        scheduler = {
-            **{"NUM_NODES": str(nodes), "RANKS_PER_NODE": str(ranks_per_node)},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())},
-        }
+        scheduler = {"NUM_NODES": str(nodes), "RANKS_PER_NODE": str(ranks_per_node)}
+        scheduler |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         paths = {"PYTHONPATH": str(ROOT), "PATH": f"{self.bin}:{os.environ['PATH']}"}
         self.env = {**os.environ, **paths, **scheduler, **env}
         self.processes = [self.start_node(node) for node in range(nodes)]
 
     def start_node(self, node):
         """Start one node, for the first time or again."""
+        words = [*self.prefix(node), "bash", NODE, self.config, self.out]
+        env = {**self.env, "RANK": str(node)}
         with (self.folder / f"log-{node}").open("a") as log:
-            return subprocess.Popen(
-                [*self.prefix(node), "bash", NODE, self.config, self.out],
-                env={**self.env, "RANK": str(node)},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    @property
-    def metrics(self):
-        return self.out / "metrics.jsonl"
+            return subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def num_iterations(self):
         """Number of recorded iterations; repeated ones count again."""
-        return self.metrics.read_text().count("\n") if self.metrics.exists() else 0
+        metrics = self.out / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    def saved_iteration(self):
+        """The iteration of the last checkpoint."""
+        tracker = self.out / "checkpoints" / "latest_checkpointed_iteration.txt"
+        return int(tracker.read_text() or 0) if tracker.exists() else 0
+
+    def wait_until(self, is_so):
+        """Wait for something that happens while all nodes run."""
+        while not is_so():
+            assert all(process.poll() is None for process in self.processes), self.said()
+            time.sleep(0.05)
 
     def exit_codes(self):
         return [process.wait() for process in self.processes]
@@ -92,7 +91,5 @@ class TwoNodes:
 
 
 def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        return port
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]

@@ -16,15 +16,11 @@ from ...report.page_parts import PageParts
 
 CLUSTER = ("--cluster", str(ROOT / "configs/clusters/hpwnv.yaml"))
 ONE_NODE = ("--cluster-set", "num_nodes=1", "--cluster-set", "devices_per_node=2")
-SIZES = ("model.num_layers=2", "model.num_experts=4", "parallelism.expert_model_parallel_size=2")
-SIZES += ("parallelism.nproc_per_node=2", "training.micro_batch_size=64")
-SIZES += ("training.global_batch_size=256",)
-MODEL = (
-    "--model",
-    str(ROOT / "examples/traced_loads/model.yaml"),
-    *(word for size in SIZES for word in ("--set", size)),
-)
-SIMULATE = (*CLUSTER, *ONE_NODE, *MODEL, "--no-plots")
+SIZES = """
+    model.num_layers=2 model.num_experts=4 parallelism.expert_model_parallel_size=2
+    parallelism.nproc_per_node=2 training.micro_batch_size=64 training.global_batch_size=256
+"""
+MODEL = ("--model", f"{ROOT}/examples/traced_loads/model.yaml", *(f"--set={size}" for size in SIZES.split()))
 
 
 def command(*words):
@@ -43,25 +39,22 @@ def sources(folder):
     return [folder / name for name in ("traces", "counts.npy", "counts.csv", "sums.npy")]
 
 
-def test_all_forms_of_the_same_loads_are_simulated_alike(tmp_path):
+def test_all_forms_of_the_same_loads_are_simulated_alike_and_have_a_page(tmp_path):
     results = []
     for path in sources(tmp_path):
-        output = command("simulate", "--loads", path, *SIMULATE, "--out", tmp_path / "out")
+        words = ("--loads", path, *CLUSTER, *ONE_NODE, *MODEL, "--no-plots", "--out", tmp_path / "out")
+        output = command("simulate", *words)
         ranking = json.loads((tmp_path / "out" / "ranking.json").read_text())
         results.append({row["strategy"]: row["iteration_s"] for row in ranking["strategies"]})
         assert ("of 4 ranks, pipeline stages: 2, devices of each: 2" in output) == path.is_dir()
-    assert results[0] == results[1] == results[2]
-    assert results[3]["ep"] == pytest.approx(results[0]["ep"], rel=0.2)
-
-
-def test_all_forms_have_a_page(tmp_path):
-    for path in sources(tmp_path):
         page = tmp_path / f"{path.name}.html"
         output = command("report", path, *MODEL, "--out", page)
         assert f"{path.name}: 3 iterations, 2 MoE layers, 4 experts; busiest of 2 devices 1." in output
         shown = PageParts(page.read_text())
         assert shown.anchors == ["device-load", "expert-load-over-iterations"]
         assert len(shown.figures["device-load"]) == 2
+    assert results[0] == results[1] == results[2]
+    assert results[3]["ep"] == pytest.approx(results[0]["ep"], rel=0.2)
     write_tokens_per_expert(tmp_path / "save", [2], 2, 1)
     result = json.loads(command("report", tmp_path / "save", *MODEL, "--json"))
     assert result["page"] == str(tmp_path / "save" / "report.html")

@@ -29,10 +29,10 @@ def pose(monkeypatch, machine=""):
         monkeypatch.delenv(name, raising=False)
     for name in filter(str.isupper, list(words)):
         monkeypatch.setenv(name, words.pop(name))
-    gpus = (
-        Gpus((("NVIDIA H100 80GB HBM3", 80 << 30),) * int(facts["gpus"])) if facts["gpus"].isdigit() else None
-    )
-    monkeypatch.setattr(examination, "look_at_gpus", lambda: gpus or Gpus(error=facts["gpus"]))
+    gpus = Gpus(error=facts["gpus"])
+    if facts["gpus"].isdigit():
+        gpus = Gpus((("NVIDIA H100 80GB HBM3", 80 << 30),) * int(facts["gpus"]))
+    monkeypatch.setattr(examination, "look_at_gpus", lambda: gpus)
     monkeypatch.setattr(examination, "look_for", lambda name, *_: installed(facts[MODULES[name]]))
     monkeypatch.setattr(examination, "quiet_output", contextlib.nullcontext)
     monkeypatch.setattr(examination.platform, "python_version", lambda: facts["python"])

@@ -1,19 +1,19 @@
 """Megatron's arguments describe a run."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
 from megatron_fssdp.config.run.described_run import described_config
-from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_arguments
+from megatron_fssdp.config.run.megatron_arguments import Installation
 from megatron_fssdp.config.run.megatron_options import options, plain
 from megatron_fssdp.config.run.sections import ModelArguments
-from megatron_fssdp.launch.run_data import data_arguments
 from megatron_fssdp.megatron_adapter.iterations.host_settings import HostSettings
 from megatron_fssdp.simulation.moe_job import job_of_run
+
+from ...launch.tiny_run import arguments_of
 
 STRATEGY = {"name": "fssdp", "settings": {}}
 
@@ -35,11 +35,8 @@ def parsed(run, monkeypatch):
 
     from megatron_fssdp.megatron_adapter.entry.argument_check import add_strategy_arguments
 
-    data = data_arguments(run, Path("d"), run.data.vocab_size, 0, 1000)
-    words = megatron_arguments(run, data, Installation(False, True), Path("runs/x"), resume=False)
-    monkeypatch.setattr(sys, "argv", ["script.py", *words])
-    args = parse_args(add_strategy_arguments)
-    return HostSettings((args,))
+    monkeypatch.setattr(sys, "argv", ["script.py", *arguments_of(run, Installation(False, True))])
+    return HostSettings((parse_args(add_strategy_arguments),))
 
 
 @pytest.mark.parametrize("name", RUNS)

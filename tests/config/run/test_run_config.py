@@ -8,7 +8,8 @@ from megatron_fssdp.config.run.megatron_arguments import Installation, megatron_
 from megatron_fssdp.config.run.megatron_options import options, plain, problem
 from megatron_fssdp.config.run.run_config import SECTIONS
 from megatron_fssdp.config.run.sections import DataSettings
-from megatron_fssdp.launch.run_data import data_arguments
+
+from ...launch.tiny_run import arguments_of
 
 TP2 = "parallelism.tensor_model_parallel_size=2 parallelism.expert_tensor_parallel_size=1"
 NONE = "strategy.name=none"
@@ -17,11 +18,6 @@ CPU, GPU, PLAIN_GPU = Installation(True, False), Installation(False, True), Inst
 
 def tiny(*overrides):
     return load_run(["gpt_moe_tiny"], overrides)
-
-
-def arguments(config, installation=CPU, *, resume=False):
-    data = data_arguments(config, Path("d"), 2048, 2047, 50)
-    return megatron_arguments(config, data, installation, Path("runs/x"), resume=resume)
 
 
 def given(words):
@@ -125,7 +121,7 @@ def test_mistakes_are_refused_with_their_option_and_the_reason(overrides, words)
     ],
 )
 def test_settings_become_megatrons_arguments(overrides, machine, wanted, absent):
-    words = arguments(tiny(*overrides.split()), machine)
+    words = arguments_of(tiny(*overrides.split()), machine)
     flags = given(words)
     for flag in wanted.split():
         name, _, value = flag.partition("=")
@@ -135,34 +131,31 @@ def test_settings_become_megatrons_arguments(overrides, machine, wanted, absent)
 
 
 def test_a_strategys_settings_are_yaml_values_with_the_folder_and_the_declared_nodes():
-    words = arguments(tiny("strategy.settings.rematerialize=true"))
+    words = arguments_of(tiny("strategy.settings.rematerialize=true"))
     settings = {words[i + 1] for i, word in enumerate(words) if word == "--moe-strategy-set"}
     wanted = {"record_dir=runs/x", "nodes=2", "slots=2", "overlap_degree=8", "rematerialize=true"}
     assert settings == wanted
-    assert not any(word.startswith("nodes=") for word in arguments(tiny(NONE)))
-
-
-def test_a_run_records_in_its_output_folder():
-    assert "record_dir=runs/x" in arguments(tiny("strategy.settings.record_dir=runs/x"))
+    assert not any(word.startswith("nodes=") for word in arguments_of(tiny(NONE)))
+    assert "record_dir=runs/x" in arguments_of(tiny("strategy.settings.record_dir=runs/x"))
     with pytest.raises(ConfigurationError, match=r"^strategy\.settings\.record_dir: got elsewhere"):
-        arguments(tiny("strategy.settings.record_dir=elsewhere"))
+        arguments_of(tiny("strategy.settings.record_dir=elsewhere"))
 
 
 def test_a_resumed_run_loads_its_own_checkpoints_and_records_no_profile():
     asked = ("training.profile=true", "training.profile_step_start=3", "training.profile_step_end=6")
     run = tiny(*asked, "training.profile_ranks=[0,2]")
-    words = arguments(run)
+    words = arguments_of(run)
     flags = given(words)
     assert {"--profile", "--use-pytorch-profiler"} < set(words)
     assert (flags["--profile-step-start"], flags["--profile-step-end"]) == ("3", "6")
     assert words[words.index("--profile-ranks") + 1 :][:2] == ["0", "2"]
     # Megatron writes the trace into a folder beside that of the board.
     assert flags["--tensorboard-dir"] == "runs/x/tensorboard"
-    resumed = arguments(run, resume=True)
+    resumed = arguments_of(run, resume=True)
     assert "--profile" not in resumed
     assert given(resumed)["--load"] == "runs/x/checkpoints"
     board = tiny(*asked, "training.tensorboard_dir=boards/y")
-    assert given(arguments(board))["--tensorboard-dir"] == "boards/y"
+    assert given(arguments_of(board))["--tensorboard-dir"] == "boards/y"
 
 
 def test_external_data_is_named_by_megatrons_arguments():
@@ -176,4 +169,4 @@ def test_external_data_is_named_by_megatrons_arguments():
 def test_data_splits_without_documents_are_refused(split, name):
     """Megatron would search an empty split for tokens forever."""
     with pytest.raises(ConfigurationError, match=f"none of the 50 documents for the {name} data"):
-        arguments(tiny("training.eval_interval=10", f"data.split='{split}'"))
+        arguments_of(tiny("training.eval_interval=10", f"data.split='{split}'"))

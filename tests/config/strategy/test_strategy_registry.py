@@ -91,7 +91,6 @@ def run_with(folder, code, **environment):
 
 
 LIST = "from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES; print(*STRATEGIES)"
-SHIPPED_NAMES = "none ep fssdp prophet fastermoe quota smartmoe flexmoe parm auto"
 REGISTER = """
 import megatron_fssdp
 from megatron_fssdp.config.strategy.strategy_settings import PlacementSettings
@@ -120,7 +119,7 @@ def test_a_broken_package_is_named_once_and_breaks_nothing_else(strategy, body, 
     done = run_with(tmp_path, code)
     assert done.returncode == 0, done.stderr
     names, _, asked = done.stdout.partition("\n")
-    assert names.split() == [*SHIPPED_NAMES.split(), "sound"]
+    assert names.split() == [*STRATEGIES, "sound"]
     refusal = f"strategy '{strategy}' of the installed package brittle cannot be used"
     assert strategy == "ep" or asked.startswith(refusal)
     (line,) = done.stderr.splitlines()
@@ -140,8 +139,7 @@ def test_importing_the_package_and_the_table_loads_no_plugin_and_no_torch(tmp_pa
 
 
 def test_strategies_have_their_names_without_docstrings():
-    code = "from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES; print(*STRATEGIES)"
-    assert python_output("-OO", "-c", code).split() == [*STRATEGIES]
+    assert python_output("-OO", "-c", LIST).split() == [*STRATEGIES]
 
 
 # --- auto
@@ -149,16 +147,14 @@ def test_strategies_have_their_names_without_docstrings():
 
 @pytest.fixture
 def made_candidate(monkeypatch):
-    monkeypatch.setitem(
-        STRATEGIES._with_shipped(), "made", replace(ENTRY, is_candidate=True, package="theirs")
-    )
+    entry = replace(ENTRY, is_candidate=True, package="theirs")
+    monkeypatch.setitem(STRATEGIES._with_shipped(), "made", entry)
 
 
 def test_autos_keys_are_its_candidates_and_are_checked_by_their_models(made_candidate):
     fields = STRATEGIES["auto"].settings.model_fields
-    assert {name for name in STRATEGIES if name in fields} == {
-        name for name, entry in STRATEGIES.items() if entry.is_candidate
-    }
+    candidates = {name for name, entry in STRATEGIES.items() if entry.is_candidate}
+    assert {name for name in STRATEGIES if name in fields} == candidates
     given = strategy_settings("auto", {"made": {"number": 3}}, "test")
     assert given.candidates["made"] == MadeSettings(number=3)
     left_out = strategy_settings("auto", {"made": False}, "test")
@@ -173,9 +169,8 @@ def test_autos_keys_are_its_candidates_and_are_checked_by_their_models(made_cand
 
 
 def test_a_candidate_that_cannot_be_built_is_left_out_with_a_warning(made_candidate, monkeypatch, caplog):
-    monkeypatch.setitem(
-        STRATEGIES._entries, "made", replace(STRATEGIES["made"], strategy="a_module_that_is_not_there:Made")
-    )
+    entry = replace(STRATEGIES["made"], strategy="a_module_that_is_not_there:Made")
+    monkeypatch.setitem(STRATEGIES._entries, "made", entry)
     strategy = build_strategy("auto", strategy_settings("auto", {}, "test"))
     assert "made" not in strategy.candidates
     assert "candidate 'made' of package theirs is left out" in caplog.text
