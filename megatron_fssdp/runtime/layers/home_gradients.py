@@ -83,7 +83,7 @@ class HomeGradients:
 
         Raises:
             RuntimeError: DDP has reduced the gradients already, or the pass belongs to dropped gradients, or
-                the loop asks for gradients of single weights.
+                the loop asks for gradients of single weights, or has left some in ``.grad``.
         """
         is_stale = slot_pass.is_shared and slot_pass.has_gradients and slot_pass is not self._passes.shared
         if self._is_reduced or slot_pass.is_dropped or is_stale:
@@ -103,6 +103,12 @@ class HomeGradients:
                 f"{experts.name}: got torch.autograd.grad() or backward(inputs=...) for weights of experts, "
                 "wanted backward() alone, because only it reaches their replicas; call it, or use "
                 "--moe-strategy none"
+            )
+        first = next(chain(*experts.parameters.values()), None)
+        if first is not None and first.grad is not None and first.grad is getattr(first, "main_grad", None):
+            raise RuntimeError(
+                f"{experts.name}: got main_grad in .grad, where Megatron's optimizer puts it for its step, "
+                "wanted none, because DDP adds one to the other; call its zero_grad() in each iteration"
             )
         if not slot_pass.plan.resident and (resident := self._local.context.resident) is not None:
             self.passes_residents |= resident.num_replicas > 0

@@ -289,6 +289,7 @@ REFUSED = {
     "gradients of few Parameters": "smart_schedule: got torch.autograd.grad()",
     "gradients of experts": "layer 1: got torch.autograd.grad()",
     "gradients of experts alone": "layer 1: got torch.autograd.grad()",
+    "gradients of the step before": "layer 2: got main_grad in .grad",
     "parts of a step": "step_with_ready_grads()",
     "other optimizer": "got the optimizer OtherAdam, wanted AdamW",
     "adapter": "LoRA",
@@ -408,6 +409,9 @@ def refusals(rank, world_size):
     note("gradients of experts", torch.autograd.grad, host.forward(), experts)
     host.reset()
     note("gradients of experts alone", partial(host.forward().backward, inputs=experts))
+    host = host_of(FSSDP, 1, **whole)
+    host.model.zero_grad_buffer()
+    note("gradients of the step before", host.passes)
     tied = host_loops.build(host_loops.config())
     first, second = (layer.mlp.experts.local_experts[0] for layer in tied.decoder.layers)
     second.linear_fc1.weight = first.linear_fc1.weight
