@@ -79,15 +79,15 @@ class HostEvent(torch.cpu.Event):
         return (end._time_s - self._time_s) * 1e3
 
 
-def inside_the_device_mode(apply: Callable[..., Any], node: Any, *args: Any) -> Any:
-    """Run a backward function inside :class:`CpuDeviceMode`, which recomputed forward passes need.
+def inside_the_device_mode(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run backward passes inside :class:`CpuDeviceMode`, which recomputed forward passes need.
 
     Torch removes a function mode while one of its own functions runs, such as ``torch.autograd.backward``.
     """
     if torch._C._len_torch_function_stack():
-        return apply(node, *args)
+        return run(*args, **kwargs)
     with CpuDeviceMode():
-        return apply(node, *args)
+        return run(*args, **kwargs)
 
 
 def without_device_ids(barrier: Any, *args: Any, device_ids: object = None, **kwargs: Any) -> Any:

@@ -119,7 +119,7 @@ _PATCHES: dict[str, dict[str, Callable[[Any], Any]]] = {
     # The combined schedule names the streams that use a tensor.
     "torch:Tensor": {"record_stream": _returning(None)},
     # Recompute runs forward code inside torch.autograd.backward.
-    "torch.autograd.function:BackwardCFunction": {"apply": _around(replacements.inside_the_device_mode)},
+    "torch.autograd": {"_engine_run_backward": _around(replacements.inside_the_device_mode)},
     "torch.distributed": {
         "barrier": _around(replacements.without_device_ids),  # gloo refuses an argument of NCCL
         "all_gather_into_tensor": _around(replacements.all_gather_in_one_hop),  # gloo needs D - 1 hops

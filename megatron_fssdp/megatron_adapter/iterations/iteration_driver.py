@@ -174,7 +174,9 @@ class IterationDriver:
                 transfers.release()
 
     def check_replicas(self) -> None:
-        """Refuse weights that somebody has written since this iteration's replicas got theirs."""
+        """Refuse weights that somebody has written or frozen since this iteration's replicas got theirs."""
+        if self._residents is not None:
+            self.check_weights()
         if any(self._kept_replicas()) and self._versions != self._session.slots.versions():
             raise ConfigurationError(
                 "replicas: got weights of experts that were written in the middle of an iteration, wanted "

@@ -11,8 +11,10 @@ comes after the sums have left, they are opened again, and leave again before DD
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_fssdp.collectives.sparse.transfer_cargo import accumulation_dtype
 from megatron_fssdp.runtime.layers.layer_passes import LayerPasses
@@ -80,7 +82,8 @@ class HomeGradients:
         """Provide the weights that the experts' backward pass needs, and the memory for its gradients.
 
         Raises:
-            RuntimeError: DDP has reduced the gradients already, or the pass belongs to dropped gradients.
+            RuntimeError: DDP has reduced the gradients already, or the pass belongs to dropped gradients, or
+                the loop asks for gradients of single weights, or has left some in ``.grad``.
         """
         is_stale = slot_pass.is_shared and slot_pass.has_gradients and slot_pass is not self._passes.shared
         if self._is_reduced or slot_pass.is_dropped or is_stale:
@@ -91,6 +94,21 @@ class HomeGradients:
                 f"{self._local.experts.name}: got a backward pass after the loop had {when}, wanted it "
                 "before; run all backward passes between zero_grad_buffer() and finalize_model_grads()"
                 f"{more if self._is_reduced and slot_pass.plan.in_steps else ''}"
+            )
+        experts = self._local.experts
+        # Copies get gradients only if all tensors of the graph do.
+        is_partial = slot_pass.has_gradients and not torch.autograd._is_checkpoint_valid()
+        if is_partial and any(map(_is_asked_for, chain(*experts.parameters.values()))):
+            raise RuntimeError(
+                f"{experts.name}: got torch.autograd.grad() or backward(inputs=...) for weights of experts, "
+                "wanted backward() alone, because only it reaches their replicas; call it, or use "
+                "--moe-strategy none"
+            )
+        first = next(chain(*experts.parameters.values()), None)
+        if first is not None and first.grad is not None and first.grad is getattr(first, "main_grad", None):
+            raise RuntimeError(
+                f"{experts.name}: got main_grad in .grad, where Megatron's optimizer puts it for its step, "
+                "wanted none, because DDP adds one to the other; call its zero_grad() in each iteration"
             )
         if not slot_pass.plan.resident and (resident := self._local.context.resident) is not None:
             self.passes_residents |= resident.num_replicas > 0
@@ -232,3 +250,12 @@ class HomeGradients:
         if not self.is_home:
             self.is_home = True
             self._on_home()
+
+
+def _is_asked_for(parameter: torch.nn.Parameter) -> bool:
+    """Whether a backward pass for the gradients of some tensors only is running, and this is one of them."""
+    try:
+        node = get_gradient_edge(parameter).node if parameter.requires_grad else None
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad() would return its gradient.
+        return True

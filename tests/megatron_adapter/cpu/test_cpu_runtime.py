@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.megatron_adapter.cpu import cpu_runtime
 from megatron_fssdp.megatron_adapter.cpu.cpu_replacements import all_gather_in_one_hop, all_to_all_at_once
 from megatron_fssdp.megatron_adapter.experts.expert_places import expert_parameters
-from tests.support.training_preload import on_plain_ranks, run_megatron_ranks
+from tests.support.training_preload import on_layer_ranks, on_plain_ranks, run_megatron_ranks
 
 from ..layer.small_config import build_layer, moe_config
 
@@ -41,6 +42,13 @@ def test_nothing_is_replaced_in_a_gpu_run(monkeypatch):
     assert vars(torch.cuda) == before
     assert torch.zeros(1).type() == "torch.FloatTensor"
     cpu_runtime.check_arguments(Namespace(context_parallel_size=2))
+
+
+@on_layer_ranks(1)
+def test_a_recomputed_pass_is_on_the_cpu_too():
+    made = torch.ones(1, requires_grad=True)
+    checkpoint(lambda x: x.to(device=torch.cuda.current_device()) ** 2, made, use_reentrant=False).backward()
+    assert made.grad.item() == 2
 
 
 @on_plain_ranks(3)

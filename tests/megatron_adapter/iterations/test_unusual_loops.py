@@ -258,6 +258,7 @@ REFUSED = {
     "reference while away": "re-sharding: got weights of experts that were written",
     "weights in an iteration": "written in the middle of an iteration",
     "frozen while away": "or frozen outside of the optimizer, while",
+    "frozen in an iteration of residents": "or frozen outside of the optimizer, wanted weights that only",
     "frozen where residents are": "or frozen outside of the optimizer, wanted weights that only",
     "states while away": "optimizer states by their positions",
     "states of residents": "loaded or frozen outside of the optimizer",
@@ -265,7 +266,10 @@ REFUSED = {
     "other dispatcher": "got a MoEAlltoAllTokenDispatcher that became its token dispatcher after DDP",
     "other experts": "got a Sequential in the place of the expert module",
     "tied experts": "tied weights",
-    "gradients of few Parameters": "wanted backward() alone",
+    "gradients of few Parameters": "smart_schedule: got torch.autograd.grad()",
+    "gradients of experts": "layer 1: got torch.autograd.grad()",
+    "gradients of experts alone": "layer 1: got torch.autograd.grad()",
+    "gradients of the step before": "layer 2: got main_grad in .grad",
     "parts of a step": "step_with_ready_grads()",
     "other optimizer": "got the optimizer OtherAdam, wanted AdamW",
     "adapter": "LoRA",
@@ -285,7 +289,7 @@ def refusals(rank, world_size):
         said[case] = ""
         try:
             call(*arguments)
-        except ConfigurationError as error:
+        except (ConfigurationError, RuntimeError) as error:
             said[case] = str(error)
 
     def host_of(strategy, num_iterations, **options):
@@ -345,7 +349,10 @@ def refusals(rank, world_size):
     note("other optimizer", host.passes)
     whole = {"use_distributed_optimizer": False}
     host = host_of(FLEXMOE, 4, **whole)
+    host.reset()
+    host.forward()
     experts_of_first(host).requires_grad_(False)
+    note("frozen in an iteration of residents", host.forward)
     note("frozen where residents are", swift, host, 4)
     experts_of_first(host).requires_grad_(True)
     host.optimizer.load_state_dict(host.optimizer.state_dict())
@@ -373,6 +380,16 @@ def refusals(rank, world_size):
     host = host_of(("fastermoe", {"smart_schedule": True}), 1)
     router = next(host._layers()).router.weight
     note("gradients of few Parameters", torch.autograd.grad, host.forward(), [router])
+    host = host_of(FSSDP, 2)
+    host.reset()
+    torch.autograd.grad(host.forward(), [next(host._layers()).router.weight])
+    experts = [*experts_of_first(host).parameters()]
+    note("gradients of experts", torch.autograd.grad, host.forward(), experts)
+    host.reset()
+    note("gradients of experts alone", partial(host.forward().backward, inputs=experts))
+    host = host_of(FSSDP, 1, **whole)
+    host.model.zero_grad_buffer()
+    note("gradients of the step before", host.passes)
     tied = host_loops.build(host_loops.config())
     first, second = (layer.mlp.experts.local_experts[0] for layer in tied.decoder.layers)
     second.linear_fc1.weight = first.linear_fc1.weight
