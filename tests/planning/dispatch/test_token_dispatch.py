@@ -12,9 +12,8 @@ from tests.planning.placement_cases import (
     pairs_traffic,
     placements,
     random_counts_DE,
-    slots_of,
 )
-from tests.runtime.slots.remap.exact_reference import exact_ends_ED
+from tests.runtime.slots.remap.exact_reference import exact_sent_ED
 
 WHOLE = 840
 """Multiples of this number are divided among any number of holders without remainder."""
@@ -81,17 +80,31 @@ def test_any_dispatch_loses_nothing_and_fills_with_the_nearest_tokens(case, seed
 @examples(100)
 @given(placements(), SEEDS)
 def test_exact_dispatch_is_what_the_device_computes(case, seed):
-    """The device rounds to whole tokens, and keeps even dispatch where its remainders are lucky."""
+    """The device rounds to whole tokens."""
     topology, placement = case
     counts_DE = WHOLE * random_counts_DE(seed, placement.num_devices, placement.num_experts)
     dispatch = plan_dispatch("exact", counts_DE, placement, topology)
-    slots = slots_of(placement)
-    device_D = np.zeros(placement.num_devices)
-    for source in range(placement.num_devices):
-        end_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source)
-        device_D += np.diff(end_ED, axis=1, prepend=0).sum(axis=0)
-    slack = placement.num_experts * placement.num_devices
-    assert np.abs(dispatch.device_tokens_D - device_D).max() <= slack
+    sources = range(placement.num_devices)
+    device_ED = sum(exact_sent_ED(counts_DE, placement, topology, source) for source in sources)
+    assert np.abs(dispatch.tokens_ED - device_ED).max() <= 1
+
+
+def optimum(count_E, placement):
+    """The lowest possible highest load: the most tokens that must stay in a set of devices, per device."""
+    device_D, sets = np.arange(placement.num_devices), np.arange(1, 2**placement.num_devices)
+    within_SD = (sets[:, None] >> device_D & 1).astype(bool)
+    outside_SE = ~within_SD @ placement.present_ED.T
+    return ((~outside_SE * count_E).sum(axis=1) / within_SD.sum(axis=1)).max()
+
+
+@examples(50)
+@given(placements(), SEEDS)
+def test_loads_of_exact_dispatch_are_near_the_optimum(case, seed):
+    topology, placement = case
+    counts_DE = random_counts_DE(seed, placement.num_devices, placement.num_experts, 4000)
+    best = optimum(counts_DE.sum(axis=0), placement)
+    highest = plan_dispatch("exact", counts_DE, placement, topology).device_tokens_D.max()
+    assert best - 1e-6 <= highest <= 1.04 * best + 1e-6
 
 
 def test_bad_arguments_say_what_was_wanted():
