@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_fssdp.dispatchers.known_splits import KnownSplitsDispatcher
+from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.dispatch.whole_tokens import KnownSplits, whole_tokens
+from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.slot_tables import SlotTable
 from megatron_fssdp.runtime.slots.remap.shares import Shares
@@ -30,13 +32,8 @@ def test_the_rows_are_those_that_megatron_gathers(fused):
     routing_map = torch.rand(40, 6, generator=generator).argsort(dim=1) < 2
     counts_DE = torch.empty(3, 6, dtype=torch.int64)
     dist.all_gather(list(counts_DE), routing_map.sum(0))
-    quotas_ED = np.zeros((6, 3), np.int64)
-    load_E = counts_DE.numpy().sum(axis=0)
-    quotas_ED[np.arange(6), [0, 0, 1, 1, 2, 2]] = load_E
-    quotas_ED[[0, 3], [2, 0]], quotas_ED[[0, 3], [0, 1]] = (
-        load_E[[0, 3]] // 3,
-        load_E[[0, 3]] - load_E[[0, 3]] // 3,
-    )
+    placement = ExpertPlacement(np.array([0, 0, 1, 1, 2, 2]), slots.slot_ED >= 0)
+    quotas_ED = plan_dispatch("even", counts_DE.numpy(), placement, topology).whole_tokens_ED
     tokens = whole_tokens(counts_DE.numpy(), quotas_ED, topology, rank)
     known = Shares.by_intervals(tokens.sent_ED, slots, torch.device("cpu"))
     slot_map, _ = known.remap(routing_map, routing_map.float())

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.cost.link_seconds import BusiestLinks
+from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -49,9 +50,8 @@ def placements(draw):
     """Draws (topology, placement) with random replicas."""
     topology, owner_E = draw(owned_layers())
     rng = np.random.default_rng(draw(SEEDS))
-    present_ED = rng.random((owner_E.size, topology.num_devices)) < draw(
-        st.sampled_from([0.0, 0.2, 0.6, 1.0])
-    )
+    share = draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    present_ED = rng.random((owner_E.size, topology.num_devices)) < share
     present_ED[np.arange(owner_E.size), owner_E] = True
     return topology, ExpertPlacement(owner_E, present_ED)
 
@@ -67,6 +67,14 @@ def random_counts_DE(seed, num_devices, num_experts, most=40):
     popularity_E = rng.lognormal(sigma=1.5, size=num_experts)
     popularity_E *= rng.random(num_experts) < 0.8
     return rng.poisson(popularity_E * most / 4, size=(num_devices, num_experts)).astype(np.int64)
+
+
+def history_of(context, *counts, window=5):
+    """The loads of a layer's iterations."""
+    history = LoadHistory(window, context.num_devices, context.num_experts)
+    for counts_DE in counts:
+        history.append(counts_DE)
+    return history
 
 
 def brute_force_dispatch_DED(counts_DE, placement, topology):

@@ -6,7 +6,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
-from megatron_fssdp.planning.cost.layer_profile import LayerProfile
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
@@ -17,22 +16,14 @@ from megatron_fssdp.strategies.fastermoe.fastermoe_strategy import ShadowingCost
 from tests.drawn_examples import SEEDS, examples
 from tests.support.random_placement import with_replicas
 
-from .placement_cases import owned_layers, placement_price, random_counts_DE
+from .placement_cases import SLOW_EXPERTS, owned_layers, placement_price, random_counts_DE
 
 # Two nodes of two devices, two experts each; every device sends 8 pairs, half of them to expert 0.
 TOPOLOGY, OWNERS = Topology.uniform(4, 2), even_owners(8, 4)
 HOT = np.tile([4, 1, 1, 1, 1, 0, 0, 0], (4, 1))
 MEGA = 10**6
-# A pair takes a second between nodes and inside them, or on an expert; an expert takes 2. Probabilities and
-# router counts, some bytes at a microsecond each, take next to nothing.
-PROFILE = LayerProfile(
-    non_moe_s=0.0,
-    cluster=ClusterCost(LinkCost(0.0, 1e-6), LinkCost(0.0, 1e-6), expert_flops_per_s=1.0),
-    expert_bytes=2 * MEGA,
-    token_bytes=MEGA,
-    flops_per_token=1.0,
-    memory_capacity=8,
-)
+# A pair takes a second between nodes and inside them, or on an expert; an expert takes 2.
+PROFILE = dataclasses.replace(SLOW_EXPERTS, non_moe_s=0.0, expert_bytes=2 * MEGA, token_bytes=MEGA)
 PLAIN = ExpertPlacement.owners_only(OWNERS, 4)
 
 
@@ -57,12 +48,10 @@ def profiles(draw):
         PROFILE,
         non_moe_s=draw(st.sampled_from([0.0, 3.0, 100.0])),
         cluster=ClusterCost(
-            *(
-                LinkCost(alpha_s, near_s),
-                LinkCost(2 * alpha_s, far_s),
-                1.0,
-                LinkCost(2 * alpha_s, nics * far_s),
-            )
+            LinkCost(alpha_s, near_s),
+            LinkCost(2 * alpha_s, far_s),
+            1.0,
+            LinkCost(2 * alpha_s, nics * far_s),
         ),
         expert_bytes=MEGA * draw(st.sampled_from([1, 5, 50])),
         gradient_bytes=MEGA * draw(st.sampled_from([2, 10])),
@@ -179,15 +168,15 @@ def test_without_costs_the_highest_load_falls(case, seed, overlap_degree, slots)
         assert plan_materialization(owner_E, same_counts, topology, **limits) == plan
 
 
-@pytest.mark.parametrize(("num_experts", "num_devices", "most"), [(16, 8, 1.12), (64, 32, 1.12)])
-def test_skewed_loads_end_near_balance(num_experts, num_devices, most):
+@pytest.mark.parametrize(("num_experts", "num_devices"), [(16, 8), (64, 32)])
+def test_skewed_loads_end_near_balance(num_experts, num_devices):
     topology, owner_E = Topology.uniform(num_devices, num_devices // 8), even_owners(num_experts, num_devices)
     for seed in range(5):
         rng = np.random.default_rng(seed)
         popularity_E = rng.lognormal(sigma=1.0, size=num_experts)
         counts_DE = rng.multinomial(8192, popularity_E / popularity_E.sum(), size=num_devices)
         plan = plan_materialization(owner_E, counts_DE, topology, overlap_degree=num_experts, slots=2)
-        assert max_load(counts_DE, plan, topology) <= most * counts_DE.sum() / num_devices, seed
+        assert max_load(counts_DE, plan, topology) <= 1.12 * counts_DE.sum() / num_devices, seed
 
 
 def test_a_start_beyond_the_limits_is_refused():

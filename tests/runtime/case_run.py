@@ -58,7 +58,7 @@ def compare_with_reference(rank, world_size, cases):
 class CaseRun:
     """The layers of a case on this rank, and the reference's weights."""
 
-    def __init__(self, case, **options):
+    def __init__(self, case, strategy_of=strategy_of, **options):
         self.case, self.rank, self.world_size = case, dist.get_rank(), dist.get_world_size()
         self.rng, self.result = np.random.default_rng(case.seed), CaseResult()
         self.strategy = strategy_of(case)
@@ -198,8 +198,6 @@ class CaseRun:
                 if i in case.frozen:
                     assert gradient is None
                 elif (want := layer.weights[expert][i].grad) is not None:
-                    shards = [None, None]
-                    shards[i] = want
                     shard = layer.shard([want, want])[i]
                     result.compare(f"parameter {i} gradient", gradient, shard)
             for slot_pass in layer.used:
@@ -207,15 +205,18 @@ class CaseRun:
                 if slot_pass.plan.placement.num_replicas:
                     result.lives.add(slot_pass.plan.life)
 
+    def counts_DE(self, map_TE, batch):
+        """Tokens by source and expert, of ranks that share experts together."""
+        counts_DE = np.zeros((self.layers[0].groups.num_devices, self.case.num_experts), np.int64)
+        for rank in range(self.world_size):
+            counts_DE[rank // self.case.peers] += batch.of_rank(map_TE, rank).numpy().sum(axis=0)
+        return counts_DE
+
     def _check_loads(self, loads, batches):
         """Every rank has the counts of all; the first device also has loads and histograms."""
         num_devices = self.layers[0].groups.num_devices
         for number, load in enumerate(loads):
-            counts_DE = np.zeros((num_devices, self.case.num_experts), np.int64)
-            for batch in batches:
-                for rank in range(self.world_size):
-                    routing_TE = batch.of_rank(batch.map_L[number], rank).numpy()
-                    counts_DE[rank // self.case.peers] += routing_TE.sum(axis=0)
+            counts_DE = sum(self.counts_DE(batch.map_L[number], batch) for batch in batches)
             assert np.array_equal(load.counts_DE, counts_DE)
             is_first = self.rank < self.case.peers
             assert load.device_D.sum() == load.owner_D.sum() == (counts_DE.sum() if is_first else 0)

@@ -21,16 +21,9 @@ from megatron_fssdp.runtime.layers.expert_groups import ExpertGroups
 from megatron_fssdp.runtime.layers.pass_binder import SlotPass
 from megatron_fssdp.runtime.slots.node_slots import NodeSlots
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from megatron_fssdp.testing import run_ranks
 from tests.megatron_adapter.layer.small_config import moe_config
-from tests.support.training_preload import TRAINING_PRELOAD
 
 from .layer_case import MODEL_DIM
-
-
-def run_layer_ranks(function, world_size, *arguments, **more):
-    """Call a function on CPU ranks on which Megatron's dispatcher works."""
-    return run_ranks(function, world_size, *arguments, preload=TRAINING_PRELOAD, **more)
 
 
 @cache

@@ -3,65 +3,23 @@
 Several ranks share the card (``devtools.one_card``), so one GPU is enough for replicas.
 """
 
-import numpy as np
 import pytest
 import torch
 
 from devtools.one_card import CardGroups
 from devtools.virtual_cuda.posing.patches import Patches
-from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
-from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
-from megatron_fssdp.planning.slot_tables import even_table
 from megatron_fssdp.runtime.clocks.layer_stopwatch import LayerStopwatch
 from megatron_fssdp.runtime.experts.expert_layout import ExpertLayout
-from megatron_fssdp.runtime.slots.remap.shares import Shares
 from megatron_fssdp.runtime.slots.replica_slots import ReplicaSlots
 from megatron_fssdp.testing import run_ranks
-from tests.planning.placement_cases import slots_of
 
 from .case_run import CaseRun
 from .layer_case import LayerCase
-from .slots.remap.exact_reference import exact_ends_ED
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
-NUM_EXPERTS, NUM_DEVICES, NUM_TOKENS = 16, 4, 500
-TOPOLOGY = Topology.uniform(NUM_DEVICES, 2)
-
-
-def placement():
-    present_ED = np.random.default_rng(0).random((NUM_EXPERTS, NUM_DEVICES)) < 0.3
-    owner_E = even_owners(NUM_EXPERTS, NUM_DEVICES)
-    present_ED[np.arange(NUM_EXPERTS), owner_E] = True
-    return ExpertPlacement(owner_E, present_ED)
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_remap_equals_the_cpu(exact):
-    where = placement()
-    slots = slots_of(where)
-    drawn = np.random.default_rng(1)
-    routing_map = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)) < 0.2)
-    probs = torch.tensor(drawn.random((NUM_TOKENS, NUM_EXPERTS)))
-    counts_DE = routing_map.sum(0).repeat(NUM_DEVICES, 1)
-    table = even_table(slots, where, TOPOLOGY, 1)
-    ends_ED = exact_ends_ED(counts_DE.numpy(), slots.slot_ED, TOPOLOGY.node_of_device_D, 1)
-
-    def remapped(device):
-        here, weights = routing_map.to(device), probs.to(device).requires_grad_()
-        shares = Shares.by_table(table, slots, lambda tensor: tensor.to(device))
-        if exact and device == "cuda":
-            shares = Shares.exact(slots, where, TOPOLOGY, 1, here.device, lambda counts_E: counts_DE.cuda())
-        elif exact:
-            shares = Shares.by_intervals(np.diff(ends_ED, axis=1, prepend=0), slots, here.device)
-        slot_map, moved = shares.remap(here, weights)
-        (moved * slot_map).sum().backward()
-        return slot_map.cpu(), (moved * slot_map).detach().cpu(), weights.grad.cpu()
-
-    for on_gpu, on_cpu in zip(remapped("cuda"), remapped("cpu"), strict=True):
-        assert torch.equal(on_gpu, on_cpu)
 
 
 def test_memory_of_replicas_comes_and_goes():
@@ -139,7 +97,7 @@ def run_cases(rank, world_size, cases):
 @pytest.mark.gpu(real=True)
 def test_layers_of_ranks_on_one_card_equal_the_reference():
     # Megatron's import asks for the number of GPUs, after which CUDA refuses to start in a forked process.
-    for errors in run_ranks(run_cases, NUM_DEVICES, CASES, preload=()):
+    for errors in run_ranks(run_cases, 4, CASES, preload=()):
         assert errors.pop("bf16") <= 5e-2
         assert max(errors.values()) <= 1e-10
 
@@ -148,5 +106,5 @@ def test_layers_of_ranks_on_one_card_equal_the_reference():
 def test_weights_put_into_slots_on_one_card_equal_the_reference():
     # torch refuses two ranks on one device otherwise.
     env = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-    for errors in run_ranks(run_cases, NUM_DEVICES, PUTS, env=env, preload=()):
+    for errors in run_ranks(run_cases, 4, PUTS, env=env, preload=()):
         assert errors["puts"] <= 1e-10

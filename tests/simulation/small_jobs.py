@@ -7,6 +7,7 @@ from megatron_fssdp.config.cluster_description import ClusterDescription
 from megatron_fssdp.config.strategy.strategy_registry import strategy_settings
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.simulation.moe_job import MoeJob
+from megatron_fssdp.simulation.simulator import simulate
 
 
 def settings_of(name, **keys):
@@ -47,6 +48,14 @@ def job_of(*, devices=2, experts=2, layers=1, **more):
         "before_gate_flops_L": (20.0,) * layers,
     }
     return MoeJob(**(keys | more))
+
+
+def outcome_of(name, counts, *, keys=None, cluster=None, past=None, **job):
+    """A simulation of the loads' devices, experts and layers, on nodes of two devices."""
+    layers, devices, experts = counts.shape[-3:]
+    described = job_of(**{"devices": devices, "experts": experts, "layers": layers, **job})
+    settings, cluster = settings_of(name, **(keys or {})), cluster or cluster_of(nodes=devices // 2)
+    return simulate(name, settings, counts, cluster, described, past_ILDE=past)
 
 
 def ranking(*names, num_iterations=12, popular=100, **cluster):

@@ -1,17 +1,16 @@
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
+from megatron_fssdp.planning.replica_life import PipelineStage
 from megatron_fssdp.simulation.dense_messages import DenseMessages, MessageSeconds, RankLinks
 from megatron_fssdp.simulation.layout import cluster_of_devices, stages_of
 from megatron_fssdp.simulation.moe_job import job_of_run
-from megatron_fssdp.simulation.simulator import simulate
-from tests.simulation.small_jobs import cluster_of, job_of, settings_of
+from tests.simulation.small_jobs import cluster_of, loads, outcome_of
 from tests.simulation.test_layout import UNIFORM, run_of
 
 HIDDEN = {"hidden_bytes": 100.0}
-LOADS = np.array([[[[6, 2], [6, 2]]]], np.int32)
+HOT = [[6, 2], [6, 2]]
 
 
 def test_tensor_parallel_blocks_gather_and_scatter_in_both_passes():
@@ -30,10 +29,7 @@ def test_tensor_parallel_blocks_gather_and_scatter_in_both_passes():
 
 @pytest.mark.parametrize(
     ("per_node", "step_s"),
-    [
-        (4, 50 / 1000),
-        (2, 2 * 50 / 100),  # both tensor parallel ranks of a node send to the next node
-    ],
+    [(4, 50 / 1000), (2, 2 * 50 / 100)],  # both tensor parallel ranks of a node send to the next node
 )
 def test_a_ring_of_keys_and_values_hides_behind_the_attention_of_one_step(per_node, step_s):
     """Attention of 0.2 FLOPs takes 0.04 s, a half of it for each of two steps."""
@@ -41,9 +37,8 @@ def test_a_ring_of_keys_and_values_hides_behind_the_attention_of_one_step(per_no
     cluster = cluster_of(nodes=4 // per_node, per_node=per_node)
     block_s = 2 * 100 / 1000
     waited_s = step_s - 0.02
-    assert RankLinks(cluster).dense_seconds(sizes).of_moe == pytest.approx(
-        (block_s + waited_s, block_s + 2 * waited_s)
-    )
+    wanted_s = block_s + waited_s, block_s + 2 * waited_s
+    assert RankLinks(cluster).dense_seconds(sizes).of_moe == pytest.approx(wanted_s)
     hidden = RankLinks(cluster).dense_seconds(replace(sizes, scores_flops=1000.0))
     assert hidden.of_moe == pytest.approx((block_s, block_s))
 
@@ -53,10 +48,11 @@ def test_stages_wait_for_messages_which_an_interleaved_schedule_hides(chunks):
     """4 stages of 2 ranks on 4 nodes: both ranks send 100 bytes at 100 bytes/s together, 2 s a message."""
     dense = DenseMessages(stage_ranks=2, num_stages=4, **HIDDEN)
     layers, times = len(chunks), 8
-    job = job_of(layers=layers, num_micro_batches=times)
-    piped = replace(job, dense=dense, pipeline=replace(job.stage, num_stages=4, layers_of_chunk=chunks))
-    counts, cluster = np.repeat(LOADS, layers, axis=1), cluster_of(nodes=4)
-    alone, in_stages = (simulate("ep", settings_of("ep"), counts, cluster, of) for of in (job, piped))
+    job = {"cluster": cluster_of(nodes=4), "num_micro_batches": times}
+    stage = PipelineStage(chunks, num_stages=4)
+    counts = loads(HOT, layers=layers)
+    alone = outcome_of("ep", counts, **job)
+    in_stages = outcome_of("ep", counts, dense=dense, pipeline=stage, **job)
     messages_s = 2 * 2 * layers * times
     bubble_s = 3 / (layers * times) * (alone.mean_s + messages_s)
     waited_s = messages_s if layers == 1 else 0
@@ -65,13 +61,11 @@ def test_stages_wait_for_messages_which_an_interleaved_schedule_hides(chunks):
 
 def test_each_pass_of_a_recomputed_layer_waits_for_its_messages():
     dense = DenseMessages(tensor_size=2, dense_layers=((1, 1), (1, 0)), **HIDDEN)
-    job = job_of(num_micro_batches=3, dense=dense, recomputed=frozenset({0}))
-    outcome = simulate("ep", settings_of("ep"), LOADS, cluster_of(), job)
+    job = {"num_micro_batches": 3, "recomputed": frozenset({0})}
+    outcome = outcome_of("ep", loads(HOT), dense=dense, **job)
     # Blocks of 0.2 s: dense layers have 2 in each pass, the first one 2 again, the MoE layer 1 + 1 + 1.
     assert outcome.parts_s["dense messages"] == pytest.approx(3 * 0.2 * (2 * 4 + 2 + 3))
-    assert outcome.mean_s - simulate(
-        "ep", settings_of("ep"), LOADS, cluster_of(), replace(job, dense=DenseMessages())
-    ).mean_s == pytest.approx(3 * 0.2 * 13)
+    assert outcome.mean_s - outcome_of("ep", loads(HOT), **job).mean_s == pytest.approx(3 * 0.2 * 13)
 
 
 def test_a_ring_of_gradients_shares_the_nics_with_those_of_other_groups():

@@ -3,8 +3,7 @@ import pytest
 
 from megatron_fssdp.planning.cost.host_seconds import MEASURED, SIZES, HostCosts
 from megatron_fssdp.planning.transfer.message_size import BATCH_HOST_S
-from megatron_fssdp.simulation.simulator import simulate
-from tests.simulation.small_jobs import cluster_of, job_of, loads, settings_of
+from tests.simulation.small_jobs import loads, outcome_of
 
 COUNTS_ILDE = loads([[8, 0], [8, 0]], [[8, 0], [8, 0]], layers=2)
 
@@ -13,42 +12,42 @@ def ms(seconds):
     return (1e3 * seconds,) * len(SIZES)
 
 
-def outcome_of(name, host, **job):
-    return simulate(name, settings_of(name), COUNTS_ILDE, cluster_of(), job_of(layers=2, host=host, **job))
+def with_host(name, host, **job):
+    return outcome_of(name, COUNTS_ILDE, host=host, **job)
 
 
 def test_the_device_waits_for_the_dispatch_and_for_plans_with_exact_counts():
     host = HostCosts({"quota": ms(0.01)}, {"quota": ms(0.2)}, {"quota": ms(0.03)})
-    without = outcome_of("quota", None)
-    outcome = outcome_of("quota", host)
+    without = with_host("quota", None)
+    outcome = with_host("quota", host)
     # Two layers, one micro-batch.
     assert outcome.parts_s["host"] == pytest.approx([2 * 0.23] * 2)
     assert outcome.iteration_s == pytest.approx(without.iteration_s + 2 * 0.23)
     assert outcome.host_s == pytest.approx(2 * 0.24)
     assert ("host", "plan layer 1") in {span[:2] for span in outcome.spans(0)}
-    twice = outcome_of("quota", host, num_micro_batches=2)
+    twice = with_host("quota", host, num_micro_batches=2)
     assert twice.parts_s["host"] == pytest.approx([4 * 0.23] * 2)
 
 
 def test_an_iterations_plan_is_hidden_until_the_host_is_the_bottleneck():
-    without = outcome_of("ep", None).iteration_s
-    assert outcome_of("ep", HostCosts({"ep": ms(0.01)})).iteration_s == pytest.approx(without)
-    slow = outcome_of("ep", HostCosts({"ep": ms(100.0)}))
+    without = with_host("ep", None).iteration_s
+    assert with_host("ep", HostCosts({"ep": ms(0.01)})).iteration_s == pytest.approx(without)
+    slow = with_host("ep", HostCosts({"ep": ms(100.0)}))
     assert slow.iteration_s == pytest.approx([200.0] * 2)
     assert slow.parts_s["host"] == pytest.approx(200.0 - without)
 
 
 def test_devices_wait_for_the_part_of_the_plans_that_each_rank_makes():
     # Two layers, and two devices that each plan one of them.
-    outcome = outcome_of("prophet", HostCosts({"prophet": ms(0.3)}))
+    outcome = with_host("prophet", HostCosts({"prophet": ms(0.3)}))
     assert outcome.parts_s["host"] == pytest.approx([0.3] * 2)
-    assert outcome.iteration_s == pytest.approx(outcome_of("prophet", None).iteration_s + 0.3)
+    assert outcome.iteration_s == pytest.approx(with_host("prophet", None).iteration_s + 0.3)
     assert ("host", "plans") in {span[:2] for span in outcome.spans(0)}
 
 
 def test_messages_of_transfers_are_posted_by_the_host():
     keys = {"slots": 1, "overlap_degree": 1, "overlap": False, "reshard_interval": 0}
-    outcome = simulate("fssdp", settings_of("fssdp", **keys), COUNTS_ILDE, cluster_of(), job_of(layers=2))
+    outcome = outcome_of("fssdp", COUNTS_ILDE, keys=keys)
     # One message each for spAG and spRS of one expert, in both layers.
     assert outcome.of_layers("replicas").tolist() == [[1, 1], [1, 1]]
     assert outcome.of_layers("host_s").sum(axis=1) == pytest.approx([4 * BATCH_HOST_S] * 2)

@@ -103,11 +103,11 @@ def cases(draw):
     deduplicated = draw(st.booleans())
     profile = replace(layer_profile(job, cluster, life), choices=choices, deduplicated=deduplicated)
     context = LayerContext(1, owner_E, topology, profile)
-    present_ED = rng.random((num_experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.5]))
-    present_ED[np.arange(num_experts), owner_E] = True
+    owned_ED = ExpertPlacement.owners_only(owner_E, devices).present_ED
+    drawn_ED = rng.random((num_experts, devices)) < draw(st.sampled_from([0.0, 0.1, 0.5]))
 
     def plan_of(present_ED, early=0.0):
-        placement = ExpertPlacement(owner_E, present_ED)
+        placement = ExpertPlacement(owner_E, present_ED | owned_ED)
         return LayerPlan(
             placement,
             two_level_transfer(placement, topology),
@@ -120,17 +120,14 @@ def cases(draw):
         )
 
     is_ahead = splits or life is ReplicaLife.MICRO_BATCH or draw(st.booleans())
-    plan = plan_of(present_ED)
-    planned = plan
+    planned = plan = plan_of(drawn_ED)
     if splits:
         early = early_share(plan.transfer, float(counts_DE.sum()), context)
-        planned = plan = plan_of(present_ED, early)
+        planned = plan = plan_of(drawn_ED, early)
     elif life is ReplicaLife.MICRO_BATCH:
         planned = LayerPlan.owners_only(context, each_micro_batch=True)
     elif life is not ReplicaLife.RESIDENT and draw(st.booleans()):
-        fewer_ED = present_ED & (rng.random(present_ED.shape) < 0.5)
-        fewer_ED[np.arange(num_experts), owner_E] = True
-        planned = plan_of(fewer_ED)
+        planned = plan_of(drawn_ED & (rng.random(drawn_ED.shape) < 0.5))
     return Case(cluster, job, plan, planned, counts_DE, context)
 
 

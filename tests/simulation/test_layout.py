@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,28 +6,22 @@ from hypothesis import strategies as st
 from megatron_fssdp.cli.analysis.simulated_loads import simulated_stage
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.run.composition import load_run
+from megatron_fssdp.planning.replica_life import PipelineStage
 from megatron_fssdp.records.loads import RecordedLoads
 from megatron_fssdp.simulation.layout import cluster_of_devices, stages_of
 from megatron_fssdp.simulation.moe_job import job_of_run
-from megatron_fssdp.simulation.simulator import simulate
 from tests.drawn_examples import SEEDS, examples
-from tests.simulation.small_jobs import cluster_of, job_of, settings_of
+from tests.simulation.small_jobs import cluster_of, loads, outcome_of
 from tests.simulation.test_simulated_properties import drawn_loads
 
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def run_of(layers=8, model=(), training=(), **parallelism):
-    keys = {
-        "nproc_per_node": 16,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        **parallelism,
-    }
-    changes = [f"parallelism.{key}={value}" for key, value in keys.items()]
-    changes += [
-        f"training.{key}={value}" for key, value in {"global_batch_size": 64, **dict(training)}.items()
-    ]
+    sizes = {"nproc_per_node": 16, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    changes = [f"parallelism.{key}={value}" for key, value in {**sizes, **parallelism}.items()]
+    batch = {"global_batch_size": 64, **dict(training)}
+    changes += [f"training.{key}={value}" for key, value in batch.items()]
     return load_run(["gpt_moe_tiny"], [f"model.num_layers={layers}", *model, *changes])
 
 
@@ -108,28 +100,20 @@ def test_ranks_of_tensor_and_context_parallelism_share_tokens_and_work():
     whole, part = job_of_run(run_of()), job_of_run(run_of(**cut))
     assert part.tokens_per_micro_batch == whole.tokens_per_micro_batch / 4
     assert part.before_gate_flops_L == tuple(flops / 4 for flops in whole.before_gate_flops_L)
-    assert (part.after_layers_flops, part.activation_bytes) == (
-        whole.after_layers_flops / 4,
-        whole.activation_bytes / 4,
-    )
-    assert (part.dense_elements, part.num_micro_batches) == (
-        whole.dense_elements // 2,
-        4 * whole.num_micro_batches,
-    )
+    assert part.after_layers_flops == whole.after_layers_flops / 4
+    assert part.activation_bytes == whole.activation_bytes / 4
+    assert part.dense_elements == whole.dense_elements // 2
+    assert part.num_micro_batches == 4 * whole.num_micro_batches
     # 16 ranks: 8 copies of the experts, and of the dense parameters one on each rank, or half of one.
     assert (part.expert_data_parallel_size, part.data_parallel_size) == (8, 8)
     assert (whole.expert_data_parallel_size, whole.data_parallel_size) == (8, 16)
 
 
 def test_ranks_with_parts_of_experts_are_one_device_and_gather_its_rows():
-    job = job_of(token_bytes=8)
-    parted = replace(job, num_peers=2, token_bytes=4, expert_flops_per_token=1.5, expert_elements=25)
-    counts = np.array([[[[6, 2], [6, 2]]]], np.int32)
-    cluster = cluster_of_devices(cluster_of(per_node=4), 2)
-    whole, parts = (
-        simulate("ep", settings_of("ep"), counts, machines, variant).parts_s
-        for machines, variant in ((cluster_of(), job), (cluster, parted))
-    )
+    parted = {"num_peers": 2, "token_bytes": 4, "expert_flops_per_token": 1.5, "expert_elements": 25}
+    counts, cluster = loads([[6, 2], [6, 2]]), cluster_of_devices(cluster_of(per_node=4), 2)
+    whole = outcome_of("ep", counts, token_bytes=8).parts_s
+    parts = outcome_of("ep", counts, cluster=cluster, **parted).parts_s
     assert cluster.devices_per_node == 2
     assert parts["experts"] == whole["experts"] / 2
     # Rows of half the size; the probability of 4 bytes is whole. The 12 rows of device 0 go to its peer.
@@ -140,46 +124,38 @@ def test_ranks_with_parts_of_experts_are_one_device_and_gather_its_rows():
     with pytest.raises(ConfigurationError, match="expert_tensor_parallel_size is 3"):
         cluster_of_devices(cluster_of(per_node=4), 3)
     with pytest.raises(ValueError, match="smart_schedule needs whole experts"):
-        simulate("ep", settings_of("ep", smart_schedule=True), counts, cluster, parted)
+        outcome_of("ep", counts, keys={"smart_schedule": True}, cluster=cluster, **parted)
 
 
 @examples(15)
 @given(SEEDS, st.sampled_from(["ep", "fssdp", "fastermoe"]), st.integers(1, 4), st.integers(1, 3))
 def test_equal_stages_take_their_part_of_the_seconds_and_a_bubble(seed, name, stages, times):
-    micro_batches = stages * times
+    job = {"num_micro_batches": stages * times, "activation_bytes_per_pair": 1.0}
     counts = np.repeat(drawn_loads(seed, layers=1), 4 * stages, axis=1)
-    job = job_of(devices=4, experts=8, layers=4 * stages, num_micro_batches=micro_batches)
-    stage_job = job_of(devices=4, experts=8, layers=4, num_micro_batches=micro_batches)
-    piped = replace(stage_job, pipeline=replace(stage_job.stage, num_stages=stages, stage=0))
-    chosen = settings_of(name, **({"reshard_interval": 0, "slots": 2} if name == "fssdp" else {}))
+    piped = PipelineStage((4,), num_stages=stages)
+    keys = {"reshard_interval": 0, "slots": 2} if name == "fssdp" else {}
     whole, part, alone = (
-        simulate(name, chosen, counts[:, : of.num_layers], cluster_of(nodes=2), of)
-        for of in (job, piped, stage_job)
+        outcome_of(name, of_layers, keys=keys, pipeline=pipeline, **job)
+        for of_layers, pipeline in ((counts, None), (counts[:, :4], piped), (counts[:, :4], None))
     )
     bubble_s = part.parts_s["pipeline bubble"]
     assert part.iteration_s - bubble_s == pytest.approx(alone.iteration_s)
     before_s = alone.iteration_s - sum(alone.parts_s[name] for name in ("re-sharding", "gradient sync"))
-    assert bubble_s == pytest.approx(before_s * (stages - 1) / micro_batches)
+    assert bubble_s == pytest.approx(before_s * (stages - 1) / (stages * times))
     for kind in ("experts", "other compute", "all-to-all"):
         assert stages * part.parts_s[kind] == pytest.approx(whole.parts_s[kind])
     # 1F1B: the first stage keeps a micro-batch for each stage.
-    in_flight = part.memory.activation_bytes / max(alone.memory.activation_bytes, 1)
-    assert piped.micro_batches_in_flight == stages
-    assert alone.memory.activation_bytes == 0 or in_flight == pytest.approx(stages)
+    assert part.memory.activation_bytes == pytest.approx(stages * alone.memory.activation_bytes, abs=stages)
 
 
 @examples(15)
 @given(SEEDS, st.sampled_from(["ep", "fssdp", "fastermoe", "quota"]), st.booleans(), st.integers(1, 3))
 def test_recomputation_adds_exactly_a_forward_pass(seed, name, remat, micro_batches):
     counts = drawn_loads(seed)
-    job = job_of(
-        devices=4, experts=8, layers=2, num_micro_batches=micro_batches, before_layer_flops_L=(5.0, 5.0)
-    )
-    again = replace(job, recomputed=frozenset({0, 1}), before_again_flops_L=(5.0, 5.0))
+    job = {"num_micro_batches": micro_batches, "before_layer_flops_L": (5.0, 5.0)}
+    again = {"recomputed": frozenset({0, 1}), "before_again_flops_L": (5.0, 5.0)}
     keys = {"reshard_interval": 0, "rematerialize": remat} if name == "fssdp" else {}
-    first, second = (
-        simulate(name, settings_of(name, **keys), counts, cluster_of(nodes=2), of) for of in (job, again)
-    )
+    first, second = (outcome_of(name, counts, keys=keys, **job, **more) for more in ({}, again))
     for i, iteration in enumerate(second.iterations):
         layers = iteration.micro_batches[0]
         forward_s = {
@@ -223,16 +199,13 @@ def test_the_slowest_stage_with_experts_is_simulated_or_the_one_that_is_asked_fo
     counts[:, 2, :, 0] += 5000  # the third MoE layer, of stage 2
     record = RecordedLoads(counts, np.arange(1, 4), np.array([3, 4, 5, 6, 8]))
     cluster = cluster_of(expert_flops_per_s=1e12, non_expert_flops_per_s=1e12)
-    job, loads, _, words = simulated_stage(run, record, cluster)
-    assert (job, loads.layers.tolist()) == (job_of_run(run, stages_of(run)[2]), [5, 6])
-    np.testing.assert_array_equal(loads.counts_ILDE, counts[:, 2:4])
+    job, simulated, _, words = simulated_stage(run, record, cluster)
+    assert (job, simulated.layers.tolist()) == (job_of_run(run, stages_of(run)[2]), [5, 6])
+    np.testing.assert_array_equal(simulated.counts_ILDE, counts[:, 2:4])
     assert "pipeline stage 2 of 0 to 3" in words
     assert "slowest" in words
-    job, loads, _, words = simulated_stage(run, record, cluster, 3)
-    assert (job.num_layers, loads.layers.tolist(), "slowest" in words) == (1, [8], False)
-    with pytest.raises(
-        ConfigurationError, match=r"--stage: got 0, which has no MoE layers, wanted one of \[1, 2, 3\]"
-    ):
-        simulated_stage(run, record, cluster, 0)
-    with pytest.raises(ConfigurationError, match="--stage: got 4, wanted 0 to 3"):
-        simulated_stage(run, record, cluster, 4)
+    job, simulated, _, words = simulated_stage(run, record, cluster, 3)
+    assert (job.num_layers, simulated.layers.tolist(), "slowest" in words) == (1, [8], False)
+    for stage, words in ((0, r"which has no MoE layers, wanted one of \[1, 2, 3\]"), (4, "wanted 0 to 3")):
+        with pytest.raises(ConfigurationError, match=f"--stage: got {stage}, {words}"):
+            simulated_stage(run, record, cluster, stage)

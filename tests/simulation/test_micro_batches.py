@@ -7,25 +7,17 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.simulation import replay
-from megatron_fssdp.simulation.simulator import balanced_counts, simulate
+from megatron_fssdp.simulation.simulator import balanced_counts
 from tests.drawn_examples import SEEDS, examples
-from tests.simulation.small_jobs import cluster_of, job_of, settings_of
+from tests.simulation.small_jobs import outcome_of
 
 NAMES = [name for name, entry in STRATEGIES.items() if entry.strategy is not None]
 HOT, COLD = [[6, 2], [6, 2]], [[2, 6], [2, 6]]
 
 
 def simulated(name, counts, micro_batches, past=None, **keys):
-    devices, experts = counts.shape[-2:]
-    job = job_of(
-        devices=devices,
-        experts=experts,
-        layers=counts.shape[-3],
-        num_micro_batches=micro_batches,
-        activation_bytes_per_pair=1.0,
-    )
-    nodes = 1 if devices == 2 else 2
-    return simulate(name, settings_of(name, **keys), counts, cluster_of(nodes=nodes), job, past_ILDE=past)
+    job = {"num_micro_batches": micro_batches, "activation_bytes_per_pair": 1.0}
+    return outcome_of(name, counts, keys=keys, past=past, **job)
 
 
 def test_the_busiest_device_of_each_micro_batch_sets_its_time():

@@ -5,14 +5,8 @@ import pytest
 
 from megatron_fssdp.simulation import replay
 from megatron_fssdp.simulation.layer_record import LayerPrices, LayerRecord
-from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.layer_plan import LastResults
-from tests.simulation.small_jobs import cluster_of, job_of, settings_of
-
-
-def outcome_of(name, counts_ILDE):
-    job = job_of(devices=4, experts=8, layers=2, tokens_per_micro_batch=16)
-    return simulate(name, settings_of(name), counts_ILDE, cluster_of(nodes=2), job)
+from tests.simulation.small_jobs import outcome_of
 
 
 @pytest.mark.parametrize(
@@ -23,7 +17,7 @@ def test_results_are_those_of_computing_everything_anew(name, monkeypatch):
     loads = [rng.multinomial(16, rng.dirichlet(np.full(8, 0.4)), size=(2, 4)) for _ in range(2)]
     # The loads repeat, so that replicas are renewed under equal ones, jump once, and return.
     counts_ILDE = np.array([*[loads[0]] * 40, *[loads[1]] * 5, *[loads[0]] * 5], np.int32)
-    kept = outcome_of(name, counts_ILDE)
+    kept = outcome_of(name, counts_ILDE, tokens_per_micro_batch=16)
     monkeypatch.setattr(LastResults, "of", lambda self, context, plan, numbers, make: make())
     monkeypatch.setattr(
         LayerPrices,
@@ -36,7 +30,7 @@ def test_results_are_those_of_computing_everything_anew(name, monkeypatch):
     monkeypatch.setattr(
         replay, "_repeated_ZL", lambda counts_IZLDE, _: np.zeros(counts_IZLDE.shape[1:3], int)
     )
-    anew = outcome_of(name, counts_ILDE)
+    anew = outcome_of(name, counts_ILDE, tokens_per_micro_batch=16)
     for part, seconds_I in kept.parts_s.items():
         assert seconds_I.tolist() == anew.parts_s[part].tolist()
     assert np.array_equiv(kept.tokens_ILD, anew.tokens_ILD)

@@ -8,7 +8,6 @@ from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.replica_life import ReplicaLife
@@ -20,6 +19,7 @@ from megatron_fssdp.strategies.layer_planning import plan_after_gate, plan_befor
 from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
 from megatron_fssdp.strategies.strategy import Strategy
+from tests.planning.placement_cases import history_of
 from tests.support.random_placement import with_replicas
 
 LINK = LinkCost(0.0, 1e-9)
@@ -28,8 +28,7 @@ CONTEXT = LayerContext(1, even_owners(8, 4), Topology.uniform(4, 2), PROFILE)
 PLACEMENT = with_replicas(CONTEXT.placement, [(0, 3)])
 PLAN = LayerPlan(PLACEMENT, two_level_transfer(PLACEMENT, CONTEXT.topology))
 COUNTS_DE = np.full((4, 8), 10)
-HISTORY = LoadHistory(1, 4, 8)
-HISTORY.append(COUNTS_DE)
+HISTORY = history_of(CONTEXT, COUNTS_DE, window=1)
 
 
 class Given(Strategy[EpSettings]):
@@ -53,18 +52,10 @@ class Given(Strategy[EpSettings]):
 @pytest.mark.parametrize(
     ("answer", "changes", "words"),
     [
-        (
-            ZeroDivisionError("two\nlines"),
-            {},
-            r"Given of package theirs failed in .*: ZeroDivisionError: two",
-        ),
+        (ZeroDivisionError("two\nlines"), {}, "Given of package theirs failed in .*: ZeroDivisionError: two"),
         (None, {}, "Given of package theirs: got None, wanted a LayerPlan"),
         (PLAN, {"overlaps": False}, "got a plan with 1 replicas, wanted gather_ahead=False"),
-        (
-            PLAN,
-            {"replica_life": ReplicaLife.MICRO_BATCH},
-            "wanted replicas of Given.replica_life, MICRO_BATCH; .*ITERATION",
-        ),
+        (PLAN, {"replica_life": ReplicaLife.MICRO_BATCH}, "of Given.replica_life, MICRO_BATCH; .*ITERATION"),
         (PLAN, {"may_replicate": lambda layer: False}, "wanted no replicas"),
     ],
 )
@@ -80,6 +71,11 @@ def test_a_mistake_is_one_line_with_the_package(answer, changes, words):
     for refusal in (before, after):
         assert "theirs" in str(refusal.value)
         assert "\n" not in str(refusal.value)
+
+
+def test_a_plan_refuses_transfers_that_do_not_serve_its_placement():
+    with pytest.raises(ValueError, match="does not reach device"):
+        replace(PLAN, transfer=LayerPlan.owners_only(CONTEXT).transfer)
 
 
 def test_plans_that_abilities_cover_and_failures_of_shipped_strategies_pass():
@@ -114,9 +110,7 @@ def test_a_candidate_of_another_package_that_fails_is_not_selected_and_is_named(
     settings = STRATEGIES["auto"].settings()
     ep, failing = build_strategy("ep", EpSettings()), Given(ZeroDivisionError())
     auto = AutoStrategy(settings, {"ep": ep, "given": failing})
-    history = LoadHistory(auto.window, 4, 8)
-    for _ in range(3):
-        history.append(COUNTS_DE)
+    history = history_of(CONTEXT, *[COUNTS_DE] * 3, window=auto.window)
     prices_LC = auto.price([CONTEXT], [history])
     assert np.isinf(prices_LC).tolist() == [[False, True]]
     assert "candidate 'given' of package theirs failed for layer 1" in caplog.text

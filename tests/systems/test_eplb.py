@@ -45,8 +45,5 @@ def test_every_expert_has_copies_and_groups_stay_in_a_node(seed, num_nodes, num_
         lower = 0.999 * (load_E / copies_E).max()
         assert np.maximum(np.ceil(load_E / lower), 1).sum() > expert_DU.size
         return
-    nodes_of_group = [set() for _ in range(num_groups)]
-    for device, experts in enumerate(expert_DU):
-        for expert in experts:
-            nodes_of_group[expert * num_groups // 16].add(device * num_nodes // 8)
-    assert all(len(nodes) == 1 for nodes in nodes_of_group)
+    of_nodes = expert_DU.reshape(num_nodes, -1) * num_groups // 16
+    assert sum(len(np.unique(groups)) for groups in of_nodes) == num_groups

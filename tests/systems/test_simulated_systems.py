@@ -18,10 +18,9 @@ from tests.simulation.test_simulated_properties import drawn_loads
 EVERY = {"placement_interval": 2, "window": 2}
 
 
-def outcome_of(name, counts_ILDE, micro_batches=1, **keys):
-    job = job_of(devices=4, experts=8, layers=counts_ILDE.shape[1], num_micro_batches=micro_batches)
-    settings = SYSTEMS[name].settings(**keys)
-    return simulate(name, settings, counts_ILDE, cluster_of(nodes=2), job)
+def outcome_of(name, counts_ILDE, **keys):
+    job = job_of(devices=4, experts=8, layers=counts_ILDE.shape[1])
+    return simulate(name, SYSTEMS[name].settings(**keys), counts_ILDE, cluster_of(nodes=2), job)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -1,3 +1,4 @@
+from dataclasses import astuple
 from math import comb
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatron_fssdp.planning.cost.deduplicated_traffic import (
 from megatron_fssdp.planning.dispatch.token_dispatch import plan_dispatch
 from megatron_fssdp.planning.placement.placement import ExpertPlacement, even_owners
 from megatron_fssdp.planning.placement.topology import Topology
+from tests.planning.placement_cases import pairs_traffic
 from tests.support.random_placement import with_replicas
 
 
@@ -65,15 +67,11 @@ def test_the_estimate_is_near_drawn_tokens(top_k, replicates):
         placement = with_replicas(OWNERS, [(e, d) for e, d in pairs if d != OWNERS.owner_E[e]])
     num_tokens = 2000
     score = rng.lognormal(0, 1, EXPERTS)
-    chosen = np.argsort(
-        np.log(score) + rng.gumbel(size=(DEVICES, num_tokens, EXPERTS)), axis=2, kind="stable"
-    )[:, :, -top_k:]
-    routed = np.zeros((DEVICES, num_tokens, EXPERTS), bool)
-    np.put_along_axis(routed, chosen, True, axis=2)
+    score = np.log(score) + rng.gumbel(size=(DEVICES, num_tokens, EXPERTS))
+    routed = score >= np.sort(score, axis=2)[:, :, -top_k, None]
     counts = routed.sum(axis=1)
     dispatch = plan_dispatch("even", counts, placement, TOPOLOGY)
-    tokens_DD = np.zeros((DEVICES, DEVICES))
-    tokens_DN = np.zeros((DEVICES, NODES))
+    tokens_DD, tokens_DN = np.zeros((DEVICES, DEVICES)), np.zeros((DEVICES, NODES))
     for source in range(DEVICES):
         goes = np.zeros((num_tokens, DEVICES), bool)
         for expert, tokens_D in enumerate(np.rint(dispatch.sent_ED(source).cumsum(axis=1)).astype(int)):
@@ -95,24 +93,11 @@ def test_busiest_links_are_those_of_single_hops():
     rng = np.random.default_rng(0)
     topology = Topology.from_labels([0, 1, 0, 1, 1, 2])
     size = topology.num_devices
-    hops = TwoHops(topology, rng.random((size, 3)), rng.random((size, size)))
-    node = np.array(topology.node_of_device)
-    is_near = node[:, None] == node
-    sends = np.zeros((size, size))
-    for source in range(size):
-        sends[source, hops.relay_DN[source]] = hops.tokens_DN[source]
-    far = np.where(is_near, 0, sends)
-    second = np.zeros((size, size))
-    for relay in range(size):
-        for device in np.flatnonzero(is_near[relay]):
-            second[relay, device] = hops.tokens_DD[hops.sources(relay), device].sum()
-    np.fill_diagonal(second, 0)
-    traffic = hops_traffic(hops)
-    assert traffic.near == pytest.approx(max(second.sum(axis=0).max(), second.sum(axis=1).max()))
-    assert traffic.far_of_device == pytest.approx(max(far.sum(axis=0).max(), far.sum(axis=1).max()))
-    of_node = [max(far[node == n].sum(), far[:, node == n].sum()) for n in range(3)]
-    assert traffic.far_of_node == pytest.approx(max(of_node))
-    assert traffic.far_of_mean_node == pytest.approx(far.sum() / 3)
+    hops = TwoHops(topology, rng.integers(0, 100, (size, 3)), rng.integers(0, 100, (size, size)))
+    first, second = ([hop(d)[0] for d in range(size)] for hop in (hops.first_hop, hops.second_hop))
+    is_near = topology.node_of_device_D[:, None] == topology.node_of_device_D
+    wanted = pairs_traffic(np.where(is_near, second, first), topology)
+    assert astuple(hops_traffic(hops)) == pytest.approx(astuple(wanted))
 
 
 @pytest.mark.parametrize(("top_k", "far"), [(1, 1.0), (2, 0.9), (8, 0.48)])

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from megatron_fssdp.planning.placement.topology import GroupRing, Topology
@@ -8,15 +7,6 @@ def test_labels_are_numbered_by_first_appearance():
     topology = Topology.from_labels(["b", "a", "b", "c"])
     assert topology.node_of_device == (0, 1, 0, 2)
     assert topology.devices_by_node[0] == (0, 2)
-
-
-@pytest.mark.parametrize(
-    "topology", [Topology.uniform(6, 1), Topology.uniform(6, 2), Topology.uniform(3, 3), Topology((0, 1, 0))]
-)
-def test_values_are_summed_over_the_devices_of_each_node(topology):
-    values_DE = np.random.default_rng(0).random((topology.num_devices, 4))
-    for node, total_E in enumerate(topology.sum_over_nodes(values_DE)):
-        np.testing.assert_allclose(total_E, values_DE[list(topology.devices_by_node[node])].sum(axis=0))
 
 
 def test_bad_topologies_say_what_was_wanted():

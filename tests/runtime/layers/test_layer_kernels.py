@@ -10,13 +10,14 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-from devtools.virtual_cuda import EventKind, virtual_cuda
+from devtools.virtual_cuda import EventKind
 from megatron_fssdp.testing import run_ranks
 from tests.support.training_preload import VIRTUAL_PRELOAD
 
 from .. import rank_layer
 from ..case_run import CaseRun
 from ..layer_case import LayerCase
+from .test_virtual_devices import virtual_rank
 
 RANKS, LAYERS, REPLICAS = 4, 2, 12
 KERNELS = (EventKind.OPERATOR, EventKind.COLLECTIVE, EventKind.P2P_BATCH)
@@ -72,14 +73,10 @@ def count(rank, world_size):
             dtype=torch.bfloat16,
             has_main_grad=True,
         )
-        rank_layer.rank_groups(case.peers, case.overlaps, case.one_queue, case.num_nodes)
-        with virtual_cuda() as device, mock.patch.object(rank_layer, "_experts", grouped_experts):
+        with virtual_rank(case) as device, mock.patch.object(rank_layer, "_experts", grouped_experts):
             run = CaseRun(case, measure=False, check_plans=False)
             for iteration in range(2):
                 batch = run.draw()
-                run.runtime.reset_gradients()
-                for layer in run.layers:
-                    layer.zero_gradients()
                 run.runtime.begin_iteration(1, iteration)
                 places = [len(device.events)]
                 output, *_ = run.forward(batch)
@@ -87,8 +84,7 @@ def count(rank, world_size):
                 output.sum().backward()
                 run.runtime.finish_gradients()
                 places.append(len(device.events))
-                run.runtime.end_passes()
-                run.runtime.end_iteration()
+                run.end()
             counts[placement] = [
                 Counter(
                     "batch" if event.kind is EventKind.P2P_BATCH else event.name

@@ -43,8 +43,7 @@ def iterate(run):
 @on_layer_ranks(2)
 def test_a_layer_is_planned_by_one_rank_for_all():
     own = list(range(1 + dist.get_rank(), 6, 2))
-    with mock.patch("tests.runtime.case_run.strategy_of", Shared):
-        run = CaseRun(CASE, check_plans=False)
+    run = CaseRun(CASE, Shared, check_plans=False)
     iterate(run)
     assert run.strategy.asked == [1, 2, 3, 4, 5], "without loads, every rank plans"
     alone = Shared(CASE)

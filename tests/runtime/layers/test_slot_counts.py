@@ -22,13 +22,6 @@ CASES = [
 ]
 
 
-def routed_DE(run, batch, map_TE):
-    counts_DE = np.zeros((run.layers[0].groups.num_devices, run.case.num_experts), np.int64)
-    for rank in range(run.world_size):
-        counts_DE[rank // run.case.peers] += batch.of_rank(map_TE, rank).numpy().sum(axis=0)
-    return counts_DE.tolist()
-
-
 def rows_of(run):
     """Of each layer, the micro-batches of the last iteration."""
     like = [layer.slots.history.iterations_like(99) for layer in run.layers]
@@ -43,11 +36,11 @@ def iterate(run, num_batches):
         batch = run.draw()
         output, _, probs_L = run.forward(batch)
         for of_layer, map_TE in zip(wanted, batch.map_L, strict=True):
-            of_layer.append(routed_DE(run, batch, map_TE))
+            of_layer.append(run.counts_DE(map_TE, batch).tolist())
         if number == 1:
             again_TE = batch.map_L[1]
             output = output + run.layers[0].forward(output, probs_L[0], batch.of_rank(again_TE, run.rank))
-            wanted[0].append(routed_DE(run, batch, again_TE))
+            wanted[0].append(run.counts_DE(again_TE, batch).tolist())
         with runtime.evaluation(), torch.no_grad():
             run.forward(run.draw())
         output.sum().backward()

@@ -13,11 +13,11 @@ import torch
 from megatron_fssdp.collectives.transfer_lanes import TransferTimer
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.layer_plan import LayerPlan
-from tests.support.training_preload import on_layer_ranks
+from megatron_fssdp.testing import run_ranks
+from tests.support.training_preload import TRAINING_PRELOAD, on_layer_ranks
 
 from ..case_run import CaseRun, compare_with_reference
 from ..layer_case import LayerCase
-from ..rank_layer import run_layer_ranks
 
 # Relative to the largest value of each tensor.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2}
@@ -132,7 +132,7 @@ MORE = [case for case in FOUR if case not in DEFAULT]
     ids=["alone", "on two ranks", "on four ranks", "more on four ranks"],
 )
 def test_layers_equal_the_reference(world_size, cases):
-    by_rank = run_layer_ranks(compare_with_reference, world_size, cases)
+    by_rank = run_ranks(compare_with_reference, world_size, cases, preload=TRAINING_PRELOAD)
     for case in cases:
         check(case, [results[case.name] for results in by_rank])
 

@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from megatron_fssdp.simulation.simulator import simulate
 from megatron_fssdp.strategies.layer_planning import LEAST_GAIN
 from tests.drawn_examples import SEEDS, examples
-from tests.simulation.small_jobs import cluster_of, job_of, settings_of
+from tests.simulation.small_jobs import cluster_of, outcome_of
 
 KEYS = {"ep": {}, "fssdp": {"slots": 1, "reshard_interval": 0}}
 VALUES = {"exchange": ("megatron", "deduplicated", "by_price"), "smart_schedule": (False, True, "by_price")}
@@ -23,29 +22,15 @@ both = pytest.mark.parametrize("key", list(VALUES))
 
 def outcomes_of(key, name, counts, past, cluster=None, **job):
     """Outcomes with the usual order and exchange, always with the other one, and by price."""
-    described = job_of(experts=8, layers=counts.shape[1], **(JOBS[key] | job))
-    return [
-        simulate(
-            name,
-            settings_of(name, **{key: value}, **KEYS[name]),
-            counts,
-            cluster or CLUSTERS[key],
-            described,
-            past_ILDE=past,
-        )
-        for value in VALUES[key]
-    ]
+    how = {"cluster": cluster or CLUSTERS[key], "past": past, **JOBS[key], **job}
+    return [outcome_of(name, counts, keys={key: value, **KEYS[name]}, **how) for value in VALUES[key]]
 
 
 def is_used(key, outcome):
     """Whether each layer used the other exchange or order, bool ``[I, L]``."""
     layers_IL = [iteration.micro_batches[0] for iteration in outcome.iterations]
-    return np.array(
-        [
-            [layer.deduplicated if key == "exchange" else layer.steps is not None for layer in layers]
-            for layers in layers_IL
-        ]
-    )
+    name, usual = {"exchange": ("deduplicated", False), "smart_schedule": ("steps", None)}[key]
+    return np.array([[getattr(layer, name) != usual for layer in layers] for layers in layers_IL])
 
 
 def drawn_loads(key, seed, iterations, layers):

@@ -7,19 +7,18 @@ from megatron_fssdp.cli.analysis.simulated_loads import recorded_choices
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.records.loads import RecordedLoads
-from megatron_fssdp.simulation.simulator import simulate
 
-from ..small_jobs import cluster_of, job_of, loads, settings_of
+from ..small_jobs import cluster_of, loads, outcome_of
 
 DEVICES, EXPERTS, TOKENS = 4, 8, 16
+DEDUPLICATED = {"exchange": "deduplicated"}
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k):
-    cluster = cluster_of(nodes=2, per_node=2)
-    job = job_of(devices=DEVICES, experts=EXPERTS, top_k=top_k, tokens_per_micro_batch=TOKENS)
-    counts = loads(np.full((DEVICES, EXPERTS), TOKENS * top_k // EXPERTS).tolist())
-    outcome = simulate("ep", settings_of("ep", exchange="deduplicated"), counts, cluster, job)
+    job = {"top_k": top_k, "tokens_per_micro_batch": TOKENS}
+    counts = loads(np.full((DEVICES, EXPERTS), TOKENS * top_k // EXPERTS))
+    outcome = outcome_of("ep", counts, keys=DEDUPLICATED, **job)
     to_node, to_device = (
         TOKENS * (1 - comb(EXPERTS - EXPERTS // places, top_k) / comb(EXPERTS, top_k)) for places in (2, 4)
     )
@@ -27,7 +26,7 @@ def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k):
     tokens = np.array([2 * to_node / 100, 2 * to_device / 1000])
     dispatch_s, combine_s = tokens.sum() * (6 + 8 * top_k), tokens.sum() * 6
     counts_s = outcome.parts_s["all-to-all"][0] - 2 * (dispatch_s + combine_s)
-    plain = simulate("ep", settings_of("ep"), counts, cluster, job)
+    plain = outcome_of("ep", counts, **job)
     pairs = TOKENS * top_k
     plain_s = 2 * pairs / 2 / 100 * (6 + 4 + 6)
     assert counts_s == pytest.approx(plain.parts_s["all-to-all"][0] - 2 * plain_s)
@@ -38,17 +37,17 @@ def test_balanced_loads_cost_the_hypergeometric_number_of_tokens(top_k):
 def test_the_fused_dispatcher_sends_tokens_and_its_hops_overlap(exchange):
     """``flex`` in the run's YAML: tokens in place of pairs, the slower of both hops, one kernel each way."""
     choices = TokenChoices(4, is_fused=True)
-    cluster = cluster_of(nodes=2, per_node=2, far_alpha_s=0.25)
-    job = job_of(devices=DEVICES, experts=EXPERTS, top_k=4, tokens_per_micro_batch=TOKENS, choices=choices)
-    counts = loads(np.full((DEVICES, EXPERTS), TOKENS * 4 // EXPERTS).tolist())
-    outcome = simulate("ep", settings_of("ep", exchange=exchange), counts, cluster, job)
+    cluster = cluster_of(nodes=2, far_alpha_s=0.25)
+    job = {"cluster": cluster, "top_k": 4, "tokens_per_micro_batch": TOKENS, "choices": choices}
+    counts = loads(np.full((DEVICES, EXPERTS), TOKENS * 4 // EXPERTS))
+    outcome = outcome_of("ep", counts, keys={"exchange": exchange}, **job)
     to_node = TOKENS * (1 - comb(4, 4) / comb(8, 4))
     layer = outcome.iterations[0].micro_batches[0][0]
     assert layer.deduplicated
     assert layer.dispatch.seconds == pytest.approx(0.25 + 2 * to_node / 100 * (6 + 8 * 4))
     assert layer.combine.seconds == pytest.approx(0.25 + 2 * to_node / 100 * 6)
     with pytest.raises(ValueError, match="flex sends the tokens itself; remove exchange"):
-        simulate("ep", settings_of("ep", exchange="deduplicated"), counts, cluster, job)
+        outcome_of("ep", counts, keys=DEDUPLICATED, **job)
 
 
 def recorded(counts_ILDE, *histograms):
@@ -58,7 +57,7 @@ def recorded(counts_ILDE, *histograms):
 def test_records_correct_the_estimate():
     """Tokens whose experts are all on one device: loads alone would say that they go everywhere."""
     topology = Topology.uniform(DEVICES, 2)
-    counts = loads(np.full((DEVICES, EXPERTS), 4).tolist(), np.full((DEVICES, EXPERTS), 4).tolist())
+    counts = loads(*[np.full((DEVICES, EXPERTS), 4)] * 2)
     tokens = DEVICES * EXPERTS * 4 // 2
     on_one = np.array([[[tokens, 0]], [[0, 0]]]), np.array([[[tokens, 0, 0, 0]], [[0, 0, 0, 0]]])
     choices = recorded_choices(recorded(counts, *on_one), topology, 2)
@@ -66,14 +65,13 @@ def test_records_correct_the_estimate():
     assert choices is not None
     assert (choices.node_factor, choices.device_factor) == pytest.approx([1 / number for number in estimated])
     # Every token now goes to one of two nodes, and the exchange sends one row for its two pairs.
-    cluster = cluster_of(nodes=2, per_node=2)
-    job = job_of(devices=DEVICES, experts=EXPERTS, top_k=2, tokens_per_micro_batch=16, choices=choices)
-    outcome = simulate("ep", settings_of("ep", exchange="deduplicated"), counts, cluster, job)
+    job = {"top_k": 2, "tokens_per_micro_batch": 16, "choices": choices}
+    outcome = outcome_of("ep", counts, keys=DEDUPLICATED, **job)
     assert outcome.of_layers("cross_node")[0, 0] == tokens / 2
 
 
 def test_records_that_do_not_fit_are_not_used():
-    counts = loads(np.full((DEVICES, EXPERTS), 4).tolist())
+    counts = loads(np.full((DEVICES, EXPERTS), 4))
     by_nodes, by_devices = np.ones((1, 1, 2), np.int64), np.ones((1, 1, DEVICES), np.int64)
     two_nodes = Topology.uniform(DEVICES, 2)
     record = recorded(counts, by_nodes, by_devices)

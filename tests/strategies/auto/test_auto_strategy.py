@@ -5,12 +5,12 @@ import pytest
 
 from megatron_fssdp.config.errors import ConfigurationError
 from megatron_fssdp.config.strategy.strategy_registry import STRATEGIES, strategy_settings
-from megatron_fssdp.planning.loads import LoadHistory
 from megatron_fssdp.strategies.auto import auto_strategy
 from megatron_fssdp.strategies.auto.auto_strategy import AutoStrategy, select_by_seconds
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from megatron_fssdp.strategies.registry import build_strategy
+from tests.planning.placement_cases import history_of
 
 from ..test_layer_planning import CONTEXT
 
@@ -24,24 +24,20 @@ def automatic(**keys):
     return strategy
 
 
-def history_of(strategy, *counts_DE):
-    history = LoadHistory(strategy.window, 4, 8)
-    for load_DE in counts_DE:
-        history.append(load_DE)
-    return history
+def past_of(strategy, *counts):
+    return history_of(CONTEXT, *counts, window=strategy.window)
 
 
-def choose(strategy, *counts_DE):
+def choose(strategy, *counts):
     """Strategy of layer 1 after ``auto`` reconsiders it under these loads."""
-    history = history_of(strategy, *counts_DE)
-    strategy.select([1], strategy.price([CONTEXT], [history]))
+    strategy.select([1], strategy.price([CONTEXT], [past_of(strategy, *counts)]))
     return strategy.selected(1)
 
 
 def test_a_hot_expert_gets_replicas_and_loses_them_when_it_cools():
     strategy = automatic()
     assert choose(strategy, *[HOT] * 6) == "fssdp"
-    plan = strategy.before_gate(CONTEXT, history_of(strategy, HOT))
+    plan = strategy.before_gate(CONTEXT, past_of(strategy, HOT))
     plan = strategy.after_gate(CONTEXT, HOT, plan, 1)
     assert plan.placement.num_replicas
     assert choose(strategy, *[EVEN] * 12) == strategy.selected(1), (
@@ -55,17 +51,14 @@ def test_candidates_are_priced_by_their_own_plans(monkeypatch):
     monkeypatch.setattr(auto_strategy, "COMPARED_ITERATIONS", 2)
     strategy = automatic()
     loads = [EVEN, HOT, HOT + EVEN, EVEN + 50 * np.arange(8), HOT]
-    history = history_of(strategy, *loads)
+    history = past_of(strategy, *loads)
     prices = dict(zip(strategy.candidates, strategy.price([CONTEXT], [history])[0].tolist(), strict=True))
     plain = LayerPlan.owners_only(CONTEXT)
     assert prices["ep"] == pytest.approx(np.mean([plan_price(plain, c, CONTEXT).seconds for c in loads[-2:]]))
     fixed = build_strategy("fssdp", strategy.settings.candidates["fssdp"])
     charged = []
     for upto in (3, 4):
-        past = LoadHistory(fixed.window, 4, 8)
-        for counts_DE in loads[:upto]:
-            past.append(counts_DE)
-        planned = fixed.before_gate(CONTEXT, past)
+        planned = fixed.before_gate(CONTEXT, past_of(fixed, *loads[:upto]))
         plan = fixed.after_gate(CONTEXT, loads[upto], planned, 1)
         charged.append(plan_price(plan, loads[upto], CONTEXT, planned=planned).seconds)
     assert prices["fssdp"] == pytest.approx(np.mean(charged))
@@ -79,7 +72,7 @@ def test_plans_equal_those_of_the_selected_strategy():
             "a strategy that is not a candidate is left out"
         )
         fixed = build_strategy(name, strategy.settings.candidates[name])
-        history = history_of(strategy, EVEN, HOT, EVEN, HOT)
+        history = past_of(strategy, EVEN, HOT, EVEN, HOT)
         plan = strategy.before_gate(CONTEXT, history)
         wanted = fixed.before_gate(CONTEXT, history.excerpt(fixed.window))
         assert plan.placement == wanted.placement
@@ -94,12 +87,12 @@ def test_ranks_that_price_other_layers_make_equal_plans(seed):
     pricing, receiving = automatic(), automatic()
     rng = np.random.default_rng(seed)
     counts = [np.rint(HOT * rng.uniform(0.8, 1.2, size=(4, 8))).astype(np.int64) for _ in range(8)]
-    seconds_LC = pricing.price([CONTEXT], [history_of(pricing, *counts[:4])])
+    seconds_LC = pricing.price([CONTEXT], [past_of(pricing, *counts[:4])])
     for strategy in (pricing, receiving):
         strategy.select([1], seconds_LC)
         assert strategy.selected(1) == "fssdp"
     for number in range(4, len(counts)):
-        history = history_of(pricing, *counts[:number])
+        history = past_of(pricing, *counts[:number])
         plan, wanted = (strategy.before_gate(CONTEXT, history) for strategy in (pricing, receiving))
         assert plan.placement == wanted.placement
         assert plan.dispatch_policy == wanted.dispatch_policy
@@ -108,7 +101,7 @@ def test_ranks_that_price_other_layers_make_equal_plans(seed):
 def test_selections_are_told_in_one_line():
     strategy = automatic()
     contexts = [replace(CONTEXT, layer=layer) for layer in (1, 2, 4)]
-    histories = [history_of(strategy, *[counts_DE] * 6) for counts_DE in (HOT, HOT, EVEN)]
+    histories = [past_of(strategy, *[counts_DE] * 6) for counts_DE in (HOT, HOT, EVEN)]
     for prefix in ("selected: ", "nothing changes: "):
         report = strategy.select([1, 2, 4], strategy.price(contexts, histories))
         line = f"{prefix}{strategy.selected(1)} in layers 1-2, ep in layer 4"

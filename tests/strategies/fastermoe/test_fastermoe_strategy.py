@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.placement.placement import even_owners
 from megatron_fssdp.strategies.fastermoe.fastermoe_strategy import ShadowingCosts, select_shadows
+from tests.drawn_examples import SEEDS
 
 # A token takes a second on the network and a third of a second in each of three passes; an expert 2 s.
 COSTS = ShadowingCosts(token_bytes=1, expert_bytes=2, flops_per_token=1, flops_per_s=3, bytes_per_s=1)
@@ -24,12 +25,7 @@ def test_the_shadows_of_figure_6():
     assert select_shadows(owners, FIGURE_6, COSTS, most=3, remaining_exchange=True) == (1, 2, 0)
 
 
-@given(
-    seed=st.integers(0, 10_000),
-    per_device=st.integers(1, 3),
-    expert_bytes=st.integers(1, 2000),
-    complete=st.booleans(),
-)
+@given(SEEDS, st.integers(1, 3), st.integers(1, 2000), st.booleans())
 def test_the_search_stops_where_the_latency_no_longer_falls(seed, per_device, expert_bytes, complete):
     rng = np.random.default_rng(seed)
     num_experts = 4 * per_device
@@ -41,14 +37,9 @@ def test_the_search_stops_where_the_latency_no_longer_falls(seed, per_device, ex
     assert list(taken) == order[: len(taken)]
 
     def latency_s(number):
-        tokens_D, received_D = np.zeros(4), np.zeros(4)
-        for expert in range(num_experts):
-            if expert in order[:number]:
-                tokens_D += counts_DE[:, expert]
-            else:
-                tokens_D[owners[expert]] += counts_DE[:, expert].sum()
-                received_D[owners[expert]] += counts_DE[:, expert].sum()
-        most = tokens_D.max()
+        shadows, others = order[:number], order[number:]
+        received_D = np.bincount(owners[others], counts_DE[:, others].sum(axis=0), minlength=4)
+        most = (received_D + counts_DE[:, shadows].sum(axis=1)).max()
         exchanged = received_D.max() if complete or not number else 0
         return costs.latency_s(most, number, exchanged)
 
@@ -62,17 +53,11 @@ def test_the_authors_formula_divides_transfers_by_the_devices_and_counts_compute
     """``policy_fn`` of the authors' plotting/fig11.py, written out with its own constants."""
     hidden, alpha, devices, tokens, shadows = 1024, 2, 16, 900.0, 3
     flops_per_s, bytes_per_s, data_size = 11.5e12, 50e9 / 8, 4
-    costs = ShadowingCosts(
-        token_bytes=hidden * data_size,
-        expert_bytes=2 * alpha * hidden**2 * data_size,
-        flops_per_token=4 * alpha * hidden**2,
-        flops_per_s=flops_per_s,
-        bytes_per_s=bytes_per_s,
-    ).of_the_authors(devices)
     sized = alpha * hidden**2 * data_size
+    costs = ShadowingCosts(hidden * data_size, 2 * sized, 4 * alpha * hidden**2, flops_per_s, bytes_per_s)
+    costs = costs.of_the_authors(devices)
     without = 3 * 4 * tokens * sized / flops_per_s + 4 * tokens * hidden * data_size / bytes_per_s
     model_s = 2 * sized / bytes_per_s * 2 / devices
     assert costs.latency_s(tokens, 0, tokens) == pytest.approx(without)
-    assert costs.latency_s(tokens, shadows, 0) == pytest.approx(
-        tokens * 12 * sized / flops_per_s + shadows * model_s
-    )
+    with_shadows = tokens * 12 * sized / flops_per_s + shadows * model_s
+    assert costs.latency_s(tokens, shadows, 0) == pytest.approx(with_shadows)

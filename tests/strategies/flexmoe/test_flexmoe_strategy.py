@@ -13,7 +13,7 @@ from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.strategies.flexmoe import FlexmoeSettings, flexmoe_strategy
 from megatron_fssdp.strategies.flexmoe.flexmoe_strategy import FlexmoeStrategy
 from megatron_fssdp.strategies.layer_plan import LayerContext
-from tests.drawn_examples import examples
+from tests.drawn_examples import SEEDS, examples
 from tests.planning.placement_cases import SLOW_EXPERTS, placement_price
 from tests.support.random_placement import with_replicas
 
@@ -63,12 +63,7 @@ def test_replicas_migrate_to_fewer_nodes(monkeypatch):
     assert placement.holders(0) == (0, 1)
 
 
-@given(
-    seed=st.integers(0, 10_000),
-    slots=st.integers(1, 3),
-    owned_bytes=st.integers(1, 2000),
-    interval=st.integers(1, 50),
-)
+@given(SEEDS, st.integers(1, 3), st.integers(1, 2000), st.integers(1, 50))
 @examples(60)
 def test_a_plan_never_costs_more_than_doing_nothing(seed, slots, owned_bytes, interval):
     rng = np.random.default_rng(seed)

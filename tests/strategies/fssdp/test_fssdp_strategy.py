@@ -5,7 +5,7 @@ import pytest
 
 from megatron_fssdp.planning.cost.deduplicated_traffic import TokenChoices
 from megatron_fssdp.planning.cost.link_seconds import gather_counts_s
-from megatron_fssdp.planning.loads import LoadHistory, max_over_mean
+from megatron_fssdp.planning.loads import max_over_mean
 from megatron_fssdp.planning.replica_life import ReplicaLife
 from megatron_fssdp.planning.transfer.transfer_plan import two_level_transfer
 from megatron_fssdp.strategies.fssdp import FssdpSettings
@@ -13,16 +13,14 @@ from megatron_fssdp.strategies.fssdp.fssdp_strategy import FssdpStrategy, with_c
 from megatron_fssdp.strategies.fssdp.kept_searches import RENEWAL
 from megatron_fssdp.strategies.layer_plan import LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
+from tests.planning.placement_cases import history_of
 from tests.support.random_placement import with_replicas
 
 from .hot_layer import CONTEXT, DEVICES, EXPERTS, PROFILE, hot_counts_DE
 
 
-def history_of(*counts):
-    history = LoadHistory(3, DEVICES, EXPERTS)
-    for counts_DE in counts:
-        history.append(counts_DE)
-    return history
+def past_of(*counts):
+    return history_of(CONTEXT, *counts, window=3)
 
 
 # --- every layer has the life that costs less, within the replicas that fit
@@ -33,7 +31,7 @@ def life_of(counts_DE, mixed, **settings):
     profile = dataclasses.replace(PROFILE, memory_capacity=3, mixed_capacity=mixed, num_micro_batches=4)
     context = dataclasses.replace(CONTEXT, profile=dataclasses.replace(profile, flops_per_token=4e8))
     strategy = FssdpStrategy(FssdpSettings(**settings))
-    plan = strategy.before_gate(context, history_of(counts_DE))
+    plan = strategy.before_gate(context, past_of(counts_DE))
     most = int(plan.placement.replicas_per_device_D.max())
     assert most <= strategy.slots_by_life(context)[plan.life] <= strategy.slots(context)
     assert plan.early == 0 or plan.life is ReplicaLife.ITERATION
@@ -59,7 +57,7 @@ def test_replicas_for_a_pass_are_used_where_too_few_can_stay():
 def test_a_layer_changes_the_life_of_its_replicas_with_its_loads():
     profile = dataclasses.replace(PROFILE, mixed_capacity=(1, 8, 1), flops_per_token=4e8)
     context, strategy = dataclasses.replace(CONTEXT, profile=profile), FssdpStrategy(FssdpSettings())
-    history, lives = history_of(), []
+    history, lives = past_of(), []
     for hot in ((3,), *[(0, 1, 2, 3, 4, 5)] * 2, *[(3,)] * (RENEWAL + 1)):
         history.append(hot_counts_DE(*hot, pairs=9_000))
         lives.append(strategy.before_gate(context, history).life.name)
@@ -84,7 +82,7 @@ UNEVEN = hot_counts_DE(3, 2)
 
 
 def policy_of(plan, context, *counts):
-    return with_cheaper_shares(plan, context, history_of(*counts)).dispatch_policy
+    return with_cheaper_shares(plan, context, past_of(*counts)).dispatch_policy
 
 
 def test_every_micro_batch_pays_for_its_shares():
@@ -93,11 +91,9 @@ def test_every_micro_batch_pays_for_its_shares():
 
     def difference(name, counts_DE, *replicas):
         """Seconds of a part of the price that exact dispatch has above even dispatch."""
-        exact, even = (
-            plan_price(plan_with(*replicas, policy=policy), counts_DE, context)
-            for policy in ("exact", "even")
-        )
-        return float(getattr(exact, name) - getattr(even, name))
+        plans = (plan_with(*replicas, policy=policy) for policy in ("exact", "even"))
+        exact, even = (getattr(plan_price(plan, counts_DE, context), name) for plan in plans)
+        return float(exact - even)
 
     assert difference("experts_s", UNEVEN, (3, 5)) < 0
     assert difference("before_s", UNEVEN, (3, 5)) == 0
@@ -111,11 +107,12 @@ def test_exact_shares_are_used_where_they_pay_and_decided_once_for_a_placement()
     assert policy_of(SHARED, SLOW, UNEVEN) == "exact"
     assert policy_of(SHARED, SLOW, np.zeros_like(UNEVEN)) == "even"
     strategy = FssdpStrategy(FssdpSettings(slots=1, planned_from="past"))
-    plans = [strategy.before_gate(SLOW, history_of(*[UNEVEN] * number)) for number in (1, 2, 3)]
+    plans = [strategy.before_gate(SLOW, past_of(*[UNEVEN] * number)) for number in (1, 2, 3)]
     assert plans[0].placement.num_replicas
     assert plans[0] is plans[1] is plans[2]
-    small = dataclasses.replace(PROFILE, flops_per_token=1.0, token_bytes=1)
-    fast = dataclasses.replace(CONTEXT, profile=small)
+    fast = dataclasses.replace(
+        CONTEXT, profile=dataclasses.replace(PROFILE, flops_per_token=1.0, token_bytes=1)
+    )
     assert policy_of(SHARED, fast, UNEVEN // 10) == "even", "the shares take longer than they save"
     assert policy_of(SHARED, SLOW) == "even", "no loads are known"
     # Evenly, every device would compute its own tokens of expert 3, and device 6 those of expert 12 as well.
@@ -142,7 +139,7 @@ def drifting(seed, num_iterations):
 
 
 def history_with(*iterations):
-    history = LoadHistory(3, DEVICES, EXPERTS)
+    history = past_of()
     for of_iteration in iterations:
         history.append(sum(of_iteration), [lambda counts_DE=batch: counts_DE for batch in of_iteration])
     return history
@@ -169,12 +166,12 @@ def test_single_micro_batches_decide_and_equal_ones_decide_as_their_sum():
         equal, total = [of_iteration[0]] * MICRO_BATCHES, MICRO_BATCHES * of_iteration[0]
         plans = [
             FssdpStrategy(FssdpSettings(slots=1)).before_gate(context, history)
-            for history in (history_with(of_iteration), history_of(sum(of_iteration)))
+            for history in (history_with(of_iteration), past_of(sum(of_iteration)))
         ]
         policies.append(tuple(plan.dispatch_policy for plan in plans))
         known, alone = (
             with_cheaper_shares(plans[0], context, history).dispatch_policy
-            for history in (history_with(equal), history_of(total))
+            for history in (history_with(equal), past_of(total))
         )
         assert known == alone
     assert set(policies) == {("exact", "even"), ("exact", "exact"), ("even", "even")}
@@ -185,7 +182,7 @@ def test_price_decides_unless_it_knows_too_little_or_a_graph_has_one_form():
         strategy = FssdpStrategy(FssdpSettings(slots=1, **settings))
         rng = np.random.default_rng(0)
         counts_DE = rng.integers(0, 100, (DEVICES, EXPERTS)) * (1 + 9 * (np.arange(EXPERTS) < 4))
-        plan = strategy.before_gate(context, history_of(counts_DE))
+        plan = strategy.before_gate(context, past_of(counts_DE))
         assert plan.placement.num_replicas
         return plan.dispatch_policy
 
@@ -196,6 +193,5 @@ def test_price_decides_unless_it_knows_too_little_or_a_graph_has_one_form():
         assert policy(once) == "even", "its price does not know which tokens travel"
     assert policy(overlap_degree=4) == "even"
     assert policy(planner="hecate") == "even"
-    unmeasured = dataclasses.replace(CONTEXT, profile=None)
-    assert policy(unmeasured) == "even"
+    assert policy(dataclasses.replace(CONTEXT, profile=None)) == "even"
     assert policy(dataclasses.replace(SLOW, shares_evenly=True)) == "even"

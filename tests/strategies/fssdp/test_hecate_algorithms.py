@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from megatron_fssdp.planning.cost.cost_model import ClusterCost, LinkCost
 from megatron_fssdp.planning.cost.layer_profile import LayerProfile
-from megatron_fssdp.planning.placement.owner_map import OwnerMap
 from megatron_fssdp.planning.placement.placement import ExpertPlacement
 from megatron_fssdp.planning.placement.topology import Topology
 from megatron_fssdp.planning.transfer.message_size import FixedMessages
@@ -20,6 +19,7 @@ from megatron_fssdp.strategies.fssdp.hecate_algorithms import (
 from megatron_fssdp.strategies.layer_plan import LayerContext, LayerPlan
 from megatron_fssdp.strategies.plan_price import plan_price
 from tests.drawn_examples import SEEDS, examples
+from tests.planning.placement.test_owner_map import owner_maps
 from tests.planning.placement_cases import owned_layers, random_counts_DE
 
 
@@ -144,13 +144,10 @@ def test_calibration_keeps_its_limits_and_always_gains(layer, seeds, limits, siz
 @st.composite
 def cases(draw):
     """(a map after some moves, integer loads with many ties, any nodes, overlap degree)."""
-    num_layers, local, num_devices = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    even = OwnerMap.even(num_layers, local * num_devices, num_devices)
-    rng = np.random.default_rng(draw(SEEDS))
-    owners = even.with_owners(rng.permutation(even.device_LE.reshape(-1)).reshape(even.device_LE.shape))
-    load_LE = rng.integers(0, draw(st.sampled_from([1, 3, 100])), size=even.device_LE.shape, endpoint=True)
-    labels = draw(st.lists(st.integers(0, 2), min_size=num_devices, max_size=num_devices))
-    return owners, load_LE, Topology.from_labels(labels), draw(st.integers(0, local * num_devices + 1))
+    (owners, _), most = draw(owner_maps()), draw(st.sampled_from([1, 3, 100]))
+    rng, shape = np.random.default_rng(draw(SEEDS)), owners.device_LE.shape
+    topology = Topology.from_labels(rng.integers(3, size=owners.num_devices).tolist())
+    return owners, rng.integers(0, most, shape, endpoint=True), topology, draw(st.integers(0, shape[1] + 1))
 
 
 def reference(owners, load_LE, topology, overlap_degree):

@@ -26,22 +26,10 @@ def test_a_read_without_a_wait_is_a_race_with_both_places(device):
     assert "add_" in finding.use
 
 
-def wait_for_the_stream(x, side):
-    side.wait_stream(torch.cuda.current_stream())
-
-
-def wait_for_an_event(x, side):
-    side.wait_event(torch.cuda.current_stream().record_event())
-
-
 def wait_for_a_chain(x, side):
     between = torch.cuda.Stream()
     between.wait_stream(torch.cuda.current_stream())
     side.wait_stream(between)
-
-
-def wait_on_the_host(x, side):
-    torch.cuda.current_stream().synchronize()
 
 
 def wait_for_an_early_event(x, side):
@@ -50,22 +38,22 @@ def wait_for_an_early_event(x, side):
     side.wait_event(event)
 
 
-@pytest.mark.parametrize(
-    ("wait", "is_ordered"),
-    [
-        (wait_for_the_stream, True),
-        (wait_for_an_event, True),
-        (wait_for_a_chain, True),
-        (wait_on_the_host, True),
-        (wait_for_an_early_event, False),
-    ],
-)
-def test_a_wait_orders_what_was_issued_before(device, wait, is_ordered):
+WAITS = {
+    "stream": lambda x, side: side.wait_stream(torch.cuda.current_stream()),
+    "event": lambda x, side: side.wait_event(torch.cuda.current_stream().record_event()),
+    "chain": wait_for_a_chain,
+    "host": lambda x, side: torch.cuda.current_stream().synchronize(),
+    "early event": wait_for_an_early_event,
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_a_wait_orders_what_was_issued_before(device, how):
     x, side = torch.zeros(4, device="cuda"), torch.cuda.Stream()
-    wait(x, side)
+    WAITS[how](x, side)
     with torch.cuda.stream(side):
         x.sum()
-    assert (not device.findings) == is_ordered
+    assert (not device.findings) == (how != "early event")
 
 
 def test_disjoint_views_of_one_chunk_do_not_conflict(device):

@@ -16,17 +16,13 @@ from tests.drawn_examples import SEEDS, examples
 from tests.planning.placement_cases import random_counts_DE
 from tests.support.python_process import python_output
 
-from .exact_reference import ENOUGH, exact_ends_ED
+from .exact_reference import ENOUGH, exact_sent_ED
 from .test_reference import drawn_routing
 
 pytest.importorskip("devtools.virtual_cuda.posing.triton_kernels")  # which makes Triton's interpreter faster
 kernels = pytest.importorskip("megatron_fssdp.runtime.slots.remap.kernels")
 interval_kernel = pytest.importorskip("megatron_fssdp.runtime.slots.remap.interval_kernel")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def to_device(tensor):
-    return tensor.to(DEVICE)
 
 
 def drawn_layer(rng):
@@ -73,21 +69,14 @@ def test_map_probabilities_and_gradients_have_the_same_bits(seed):
     upstream = torch.tensor(rng.random((num_tokens, slots.num_slots)), dtype=torch.float32, device=DEVICE)
     here = routing_map.to(DEVICE), probs.to(DEVICE), upstream
 
-    table = Shares.by_table(even_table(slots, placement, topology, source), slots, to_device)
+    table = Shares.by_table(even_table(slots, placement, topology, source), slots, lambda of: of.to(DEVICE))
     sent_ED = placement.present_ED * rng.integers(0, 30, placement.present_ED.shape)
     known = Shares.by_intervals(sent_ED, slots, DEVICE)
     # Compiled kernels keep their constants, so only the interpreted ones often share evenly.
     enough = ENOUGH if torch.cuda.is_available() else rng.choice([ENOUGH, 1e9])
-    ends_ED = exact_ends_ED(counts_DE, slots.slot_ED, topology.node_of_device_D, source, enough)
-    wanted = Shares.by_intervals(np.diff(ends_ED, axis=1, prepend=0), slots, DEVICE)
-    exact = (
-        slots,
-        placement,
-        topology,
-        source,
-        DEVICE,
-        lambda counts_E: torch.tensor(counts_DE, device=DEVICE),
-    )
+    wanted_ED = exact_sent_ED(counts_DE, placement, topology, source, enough)
+    wanted, counts = Shares.by_intervals(wanted_ED, slots, DEVICE), torch.tensor(counts_DE, device=DEVICE)
+    exact = slots, placement, topology, source, DEVICE, lambda counts_E: counts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interval_kernel, "_ELEMENTS", int(rng.choice([1024, 32])))
         if enough > ENOUGH:
@@ -110,15 +99,8 @@ def test_kernels_run_on_the_device_of_their_tensors(monkeypatch):
     monkeypatch.setattr(shares, "_kernels_for", lambda device: kernels)
     counts_DE = torch.ones(2, 2, dtype=torch.int64, device=DEVICE)
     whole = ExpertPlacement(np.zeros(2, int), np.ones((2, 2), bool))
-    exact = Shares.exact(
-        SlotTable(np.tile(np.arange(2), (2, 1))),
-        whole,
-        Topology((0, 0)),
-        0,
-        DEVICE,
-        lambda counts_E: counts_DE,
-    )
-    exact.remap(counts_DE.bool(), counts_DE.float())
+    slots, where = SlotTable(np.tile(np.arange(2), (2, 1))), (Topology((0, 0)), 0, DEVICE)
+    Shares.exact(slots, whole, *where, lambda counts_E: counts_DE).remap(counts_DE.bool(), counts_DE.float())
     seconds_of_shares(2, Topology((0, 0)), DEVICE)
     assert devices == [counts_DE.device] * 2
 
