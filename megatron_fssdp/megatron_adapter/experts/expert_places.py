@@ -35,6 +35,7 @@ _ADAPTED = {
 _KNOWN_METHODS = ("swift.tuners.peft.keep_device_forward",)
 _BASE = rf"\.({'|'.join(_ADAPTED.values())})$"
 _SHARED = "megatron.bridge.peft.utils.ParallelLinearAdapter"
+_SHARED_SPREAD = 1e-3  # More than rounding, as a part of the largest value.
 _LEAVE_OUT = "leave experts out of the target modules of LoRA adapters, or use --moe-strategy none"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -123,6 +124,24 @@ class ExpertPlaces:
             ):
                 change = "Parameters that are trained, and were frozen when DDP wrapped the model"
         _refuse(change or next(self._foreign_parts(), None))
+
+    def check_shared(self, group: dist.ProcessGroup) -> None:
+        """Refuse, by a ConfigurationError, an adapter for all experts with other values on other ranks.
+
+        Collective over the group. Megatron-Bridge 0.5 begins each rank's with values of its own.
+        """
+        shared = filter(is_shared, self.module.modules())
+        flat = [tensor.detach().float().flatten() for part in shared for tensor in part.parameters()]
+        if not flat:
+            return
+        bounds = torch.stack((torch.cat(flat), -torch.cat(flat)))
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
+        if bounds.sum(dim=0).max() > _SHARED_SPREAD * bounds.max():
+            raise ConfigurationError(
+                "experts: got a LoRA adapter for all experts whose values differ between ranks, wanted equal "
+                "ones, because replicas have that of their device; update Megatron-Bridge (0.6.2), or "
+                f"{_LEAVE_OUT}"
+            )
 
     def _foreign_parts(self) -> Iterator[str]:
         """What others than Megatron have put on experts: those that come to their slots lack it."""

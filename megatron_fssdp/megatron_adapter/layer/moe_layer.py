@@ -98,6 +98,8 @@ class StrategyMoELayer(MoELayer):
             install_gate(gate_of(self), gate)
         self._session = session
         self._checked_in: int | None = None  # The iteration in which the experts' module was last looked at.
+        moves = groups.transfers is not None or session.strategy.moves_owners
+        self._is_unseen = moves and groups.num_devices > 1  # in an iteration
         self._has_computed = False  # since the experts' module was last called
         # Megatron calls the module; its hooks run as ever, and the slots' experts compute.
         self.experts.forward = self._compute
@@ -127,6 +129,9 @@ class StrategyMoELayer(MoELayer):
         if iteration is None or iteration != self._checked_in:
             self._slot_experts.places.check_unchanged(self.experts)
             self._dispatchers.check_unchanged()
+            if self._is_unseen and iteration is not None:  # Its weights are loaded by now.
+                self._is_unseen = False
+                self._slot_experts.places.check_shared(self.ep_group)
             if torch.is_grad_enabled():
                 self._checked_in = iteration
         keeps_weights = slot_pass.is_shared and not slot_pass.plan.rematerialize

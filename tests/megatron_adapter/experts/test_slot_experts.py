@@ -1,5 +1,6 @@
 """Hooks on experts, and wrappers around their linear layers, which users add to the built model."""
 
+from contextlib import nullcontext
 from itertools import product
 from types import MethodType
 
@@ -144,12 +145,19 @@ def test_adapters_of_another_data_type_or_scale_than_others_are_refused():
             change(expert.linear_fc2.lora_A)
         with pytest.raises(ConfigurationError, match=words):
             StrategyMoELayer.of(second, session)
-    # Before Megatron-Bridge summed their gradients, adapters of grouped experts differed between ranks.
+    # In older versions of Megatron-Bridge, adapters of grouped experts begin with other values on each rank, or
+    # their gradients are not summed.
     config = moe_config(2, HIDDEN, EXPERTS, moe_grouped_gemm=True)
-    layer = build_layer(config, "", {}, stock=True, adapters="bridge")
-    layer.experts.linear_fc2.adapter._allreduce_shared_expert_grad = None
+    layers = [build_layer(config, "", {}, stock=True, adapters="bridge") for _ in range(3)]
+    layers[0].experts.linear_fc2.adapter._allreduce_shared_expert_grad = None
     with pytest.raises(ConfigurationError, match="of one for those of all ranks"):
-        StrategyMoELayer.of(layer, session_of("fssdp", {}))
+        StrategyMoELayer.of(layers[0], session_of("fssdp", {}))
+    refusal = pytest.raises(ConfigurationError, match="values differ between ranks")
+    for layer, strategy, outcome in zip(layers[1:], ("ep", "fssdp"), (nullcontext(), refusal), strict=True):
+        layer.experts.linear_fc1.adapter.linear_in.weight.data.fill_(1 + dist.get_rank())
+        StrategyMoELayer.of(layer, session := session_of(strategy, {}))
+        with outcome:
+            session.runtime.begin_iteration(1, 1)
 
 
 def draw():
