@@ -145,8 +145,8 @@ def test_adapters_of_another_data_type_or_scale_than_others_are_refused():
             change(expert.linear_fc2.lora_A)
         with pytest.raises(ConfigurationError, match=words):
             StrategyMoELayer.of(second, session)
-    # In older versions of Megatron-Bridge, adapters of grouped experts begin with other values on each rank, or
-    # their gradients are not summed.
+    # In older versions of Megatron-Bridge, adapters of grouped experts begin with other values on each rank,
+    # or their gradients are not summed.
     config = moe_config(2, HIDDEN, EXPERTS, moe_grouped_gemm=True)
     layers = [build_layer(config, "", {}, stock=True, adapters="bridge") for _ in range(3)]
     layers[0].experts.linear_fc2.adapter._allreduce_shared_expert_grad = None
